@@ -1,0 +1,453 @@
+"""HACPOAgent: one policy of a team. The only places that touch trainer internals are this file and trainer.py."""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, is_peft_model
+from torch import Tensor, nn
+from transformers import PrinterCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
+from trl import GRPOTrainer
+from trl.data_utils import is_conversational
+from trl.trainer.utils import get_config_model_id
+
+from .config import HACPOConfig
+from .metrics import UpdateStatistics
+from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
+from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
+
+logger = logging.get_logger(__name__)
+
+
+class HACPOAgent(GRPOTrainer):
+    """Changes in GRPOTrainer: trains on a plan of micro-batches that holds the responses of all agents of a team.
+
+    It samples and grades as GRPOTrainer does, reads its peers' responses in its own tokens, and has HACPO's loss. An
+    agent that is not the leader does not run a loop of its own: `train()` only makes it ready, and the leader moves
+    it on by `run_until`.
+
+    Args:
+        model: see `GRPOTrainer`; a model object that comes from no path works with `beta > 0`, too.
+        reward_funcs: see `GRPOTrainer`.
+        args: the agent's settings, see `HACPOConfig.for_agent`.
+        agent_name: its name in logs and folders.
+        agent_index: its place in the team.
+        num_agents: N.
+        **kwargs: passed on to `GRPOTrainer`.
+    """
+
+    _tag_names = ["trl", "hacpo"]
+    _name = "HACPO"
+    _paper = {
+        "title": "Heterogeneous Agent Collaborative Policy Optimization",
+        "id": "2603.02604",
+        "citation": "@misc{hacpo2026, title={Heterogeneous Agent Collaborative Policy Optimization}, year={2026}, "
+        "eprint={2603.02604}, archivePrefix={arXiv}}",
+    }
+
+    def __init__(
+        self, model, reward_funcs, args: HACPOConfig, *, agent_name: str, agent_index: int, num_agents: int, **kwargs
+    ):
+        self.agent_name = agent_name
+        self.agent_index = agent_index
+        self.num_agents = num_agents
+        self._plan: list[list[Row]] = []
+        self._graded: dict[str, Any] | None = None
+        self._losses: list[float] = []
+        self._final_step: int | None = None
+        self._round_start = 0
+        self.timings: dict[str, float] = defaultdict(float)  # seconds by phase since the last log
+        with _loadable_reference(model, args):
+            super().__init__(model, reward_funcs, args, **kwargs)
+        _fix_absolute_positions(self.accelerator.unwrap_model(self.model))
+        self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
+        self._end_id: int | None = None
+        if agent_index > 0:
+            self.remove_callback(PrinterCallback)  # a peer reports through the leader
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    def sample(self, inputs: list[dict[str, Any]]) -> Rollout:
+        """Samples and grades this agent's responses to the prompts of this process.
+
+        Args:
+            inputs: R rows of the data set, every prompt `num_generations` times in a row.
+
+        Returns:
+            The responses, on the CPU.
+        """
+        started, graded_before = time.perf_counter(), self.timings["grading"]
+        self.model_wrapped.train()  # TRL reads from the model's mode whether it samples for training
+        output = self._generate_and_score_completions(inputs)
+        graded, self._graded = self._graded, None
+
+        masks = output["completion_mask"].bool().cpu()
+        lengths = [len(ids) for ids in graded["completion_ids"]]
+        per_token = {}
+        for name in ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"):
+            if name in output:
+                per_token[name] = [v[:n].clone() for v, n in zip(output[name].cpu(), lengths, strict=True)]
+        rollout = Rollout(
+            prompt_ids=[
+                ids[mask.bool()]
+                for ids, mask in zip(output["prompt_ids"].cpu(), output["prompt_mask"].cpu(), strict=True)
+            ],
+            completion_ids=[torch.tensor(ids, dtype=torch.long) for ids in graded["completion_ids"]],
+            texts=self._tokenizer.batch_decode(graded["completion_ids"], skip_special_tokens=True),
+            finished=[bool(ids) and ids[-1] in self.eos_token_ids for ids in graded["completion_ids"]],
+            masked=(~masks.any(-1)).tolist(),
+            logp_sums=None,
+            per_token=per_token,
+            rewards=graded["rewards"],
+        )
+        if self.args.shares_rollouts:
+            if "old_per_token_logps" in per_token:
+                rollout.logp_sums = torch.stack([v.sum() for v in per_token["old_per_token_logps"]])
+            else:
+                rollout.logp_sums = self._logp_sums(rollout)
+            per_token.pop("old_per_token_logps", None)  # the sum is all that the sequence-level ratio needs
+        if self._end_id is None:
+            self._end_id = end_of_response_id(
+                self._tokenizer,
+                self.eos_token_ids,
+                conversational=is_conversational(inputs[0]),
+                template_kwargs=self.chat_template_kwargs,
+            )
+        self.timings["sampling"] += time.perf_counter() - started - (self.timings["grading"] - graded_before)
+        return rollout
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        started = time.perf_counter()
+        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        infinite = torch.isinf(rewards_per_func)
+        if infinite.any():
+            names = [n for n, bad in zip(self.reward_func_names, infinite.any(0).tolist(), strict=True) if bad]
+            self._warn_once(f"Infinite rewards of {', '.join(names)} count as unscorable, like None and NaN.")
+            rewards_per_func = rewards_per_func.masked_fill(infinite, torch.nan)
+        weighted = rewards_per_func * self.reward_weights.to(rewards_per_func.device)
+        rewards = weighted.nansum(1).masked_fill(torch.isnan(rewards_per_func).all(1), torch.nan)
+        if self.model.training:
+            self._graded = {"completion_ids": completion_ids_list, "rewards": rewards.cpu()}
+        self.timings["grading"] += time.perf_counter() - started
+        return rewards_per_func
+
+    def _warn_once(self, message: str) -> None:
+        logger.warning_once(f"agent {self.agent_name!r}: {message}")
+
+    @torch.no_grad()
+    def _logp_sums(self, rollout: Rollout) -> Tensor:
+        """(R,) summed log-probability of every response under the weights that sampled it."""
+        rows = own_rows(rollout, self.agent_index, torch.zeros(len(rollout)))
+        sums = torch.zeros(len(rows))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
+        size = self.args.per_device_train_batch_size
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            batch = self._collate([rows[i] for i in chosen])
+            logps, _, _ = self._logps_of(self.model, batch)
+            sums[chosen] = (logps * batch["completion_mask"]).sum(-1).float().cpu()
+        return sums
+
+    # -- one round ------------------------------------------------------------------------------------------------
+
+    def begin_round(self, rollouts: Sequence[Rollout], advantages: Tensor, coefficients: Tensor) -> dict[str, float]:
+        """Reads the peers' responses and plans this agent's updates of the round.
+
+        Args:
+            rollouts: those of all agents, or of this agent alone when nothing is shared.
+            advantages: (N sources, R) of this process's responses, for this learner.
+            coefficients: (N sources,) capability discrepancy coefficients for this learner.
+
+        Returns:
+            Shares per peer for the log: source index and name -> value.
+        """
+        started = time.perf_counter()
+        own = rollouts[self.agent_index]
+        rows = own_rows(own, self.agent_index, advantages[self.agent_index])
+        foreign: list[Row] = []
+        shares: dict[tuple[int, str], float] = {}
+        if self.args.shares_rollouts:
+            for j, rollout in enumerate(rollouts):
+                if j == self.agent_index:
+                    continue
+                encoded = encode_responses(
+                    self._tokenizer, rollout.texts, rollout.finished, self._end_id, self.max_completion_length
+                )
+                shares[j, "coefficient"] = coefficients[j].item()
+                shares[j, "truncated"] = sum(encoded.overflowing) / len(rollout)
+                shares[j, "unreadable"] = sum(encoded.unreadable) / len(rollout)
+                foreign += peer_rows(
+                    rollout,
+                    encoded,
+                    own.prompt_ids,
+                    j,
+                    advantages[j],
+                    coefficients[j].item(),
+                    pad_id=self._tokenizer.pad_token_id,
+                    shared_length=self.args.length_normalization == "shared",
+                    drop_overflowing=self.args.peer_overflow == "drop",
+                )
+        self._plan = plan_round(
+            rows,
+            foreign,
+            rows_per_step=self.args.per_device_train_batch_size,
+            steps_per_update=self.args.gradient_accumulation_steps,
+            iterations=self.num_iterations,
+            own_first=self.args.rollout_order == "own_first",
+            skip_silent=self.args.skip_silent_responses,
+            agree=self._agree,
+        )
+        self._count_silent(foreign)
+        self.timings["reencoding"] += time.perf_counter() - started
+        return shares
+
+    def _count_silent(self, foreign: Sequence[Row]) -> None:
+        ran = [0] * self.num_agents
+        for batch in self._plan:
+            for row in batch:
+                ran[row.source] += 1
+        for j in {row.source for row in foreign}:
+            total = sum(row.source == j for row in foreign) * self.num_iterations
+            self.statistics.add_silent(j, total - ran[j])
+
+    def _agree(self, counts: list[int]) -> list[int]:
+        """The largest of every count over all processes."""
+        if self.accelerator.num_processes == 1:
+            return counts
+        local = torch.tensor([counts], device=self.accelerator.device)
+        return self.accelerator.gather(local).amax(0).tolist()
+
+    @property
+    def steps_per_round(self) -> int:
+        """Micro-batches of this agent in one round."""
+        updates = self.args.updates_per_round(self.num_agents)
+        return updates * self.args.gradient_accumulation_steps
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch):
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)  # evaluation: this agent alone
+        step = self._step % self.steps_per_round
+        batch = self._collate(self._plan[step])
+        batch["update_index"] = step // self.args.gradient_accumulation_steps
+        return batch
+
+    def _collate(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return collate(
+            rows, learner=self.agent_index, pad_id=self._tokenizer.pad_token_id, device=self.accelerator.device
+        )
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        started = time.perf_counter()
+        if self._plan[self._step % self.steps_per_round]:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        else:  # every response of this micro-batch is silent, on all processes
+            self._step += 1
+            loss = torch.zeros((), device=self.accelerator.device)
+        self.timings["updating"] += time.perf_counter() - started
+        return loss
+
+    def _logps_of(self, model: nn.Module, batch: dict[str, Any], **kwargs) -> tuple[Tensor, Tensor | None, Any]:
+        return self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            **kwargs,
+        )
+
+    def _compute_loss(self, model, inputs):
+        if not (self.model.training and self.args.shares_rollouts):
+            return super()._compute_loss(model, inputs)  # the baselines "gspo" and "grpo" are TRL's own
+        mask, args = inputs["completion_mask"], self.args
+        logps, entropies, aux_loss = self._logps_of(
+            model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+        )
+        ratio = torch.exp(sequence_log_ratio(logps, mask, inputs["source_logp"]))  # (R,)
+        written_here = inputs["is_own"]
+        naive = args.method == "naive"
+        is_own = torch.ones_like(written_here) if naive else written_here
+        objective = hacpo_objective(
+            ratio,
+            inputs["advantages"],
+            is_own,
+            inputs["coefficient"],
+            inputs["update_index"],
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            delta=args.peer_clip_delta,
+            delta_step=args.peer_clip_step,
+            alpha=args.alpha,
+        )
+        if "importance_sampling_ratio" in inputs:  # vLLM's sampler against the training weights, own responses only
+            correction = inputs["importance_sampling_ratio"]
+            if correction.size(1) == mask.size(1):
+                correction = (correction * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+            objective = objective * torch.where(written_here, correction.flatten(), torch.ones_like(ratio))
+        objective = torch.where(mask.any(-1), objective, logps.sum(-1) * 0.0)
+
+        # Sums over a fixed number of rows, not means: a micro-batch may hold fewer rows than another
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        loss = -objective.sum() / rows
+        kl = None
+        if self.beta != 0.0:
+            reference = inputs.get("ref_per_token_logps", logps.detach())
+            kl = k3_divergence(logps, torch.where(written_here[:, None], reference, logps.detach()), mask)
+            weight = ratio if args.use_bias_correction_kl else 1.0
+            loss = loss + self.beta * (kl * weight * written_here).sum() / rows
+        if self.entropy_coef != 0.0:
+            per_row = (entropies * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+            loss = loss - self.entropy_coef * (per_row * written_here).sum() / rows
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
+
+        delta = args.peer_clip_delta
+        self.statistics.add(
+            source=inputs["source"],
+            ratio=ratio.detach(),
+            advantages=inputs["advantages"],
+            is_own=is_own,
+            own_range=(1 - self.epsilon_low, 1 + self.epsilon_high),
+            peer_range=(-1.0, torch.inf)
+            if delta is None
+            else (peer_clip_lower(inputs["update_index"], delta, args.peer_clip_step), 1.0),
+            kl=None if kl is None else kl.detach() * written_here,
+            entropy=entropies.detach(),
+            mask=mask,
+        )
+        return loss
+
+    # -- a peer's part in the leader's loop -----------------------------------------------------------------------
+
+    def make_ready(self, final_step: int, resume_from_checkpoint: str | None) -> None:
+        """Prepares a peer for training: everything that `Trainer.train` does before its loop.
+
+        Args:
+            final_step: updates of this agent in the whole run, for its learning rate schedule.
+            resume_from_checkpoint: this agent's folder of a checkpoint, or None.
+        """
+        self._final_step = final_step
+        self.train(resume_from_checkpoint=resume_from_checkpoint)
+
+    def _inner_training_loop(
+        self, batch_size=None, args=None, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None
+    ):
+        # `Trainer.train` ends in this loop. A peer only gets ready here; the leader runs the loop.
+        self.accelerator.free_memory()
+        self._step = 0
+        self.state = TrainerState()
+        if resume_from_checkpoint is not None:
+            self.state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.max_steps = self._final_step
+        model, _ = self._prepare_for_training(self._final_step, None, resume_from_checkpoint)
+        model.zero_grad()
+
+    def run_until(self, step: int) -> None:
+        """Moves a peer on to a number of micro-batches of the running round.
+
+        Args:
+            step: micro-batches that shall be done, at most `steps_per_round`.
+        """
+        accumulation = self.args.gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = accumulation
+        gradient_state = self.accelerator.gradient_state  # shared by all agents of the process
+        leaders_sync = gradient_state.sync_gradients
+        done = self._step - self._round_start
+        while done < step:
+            done += 1
+            is_update = done % accumulation == 0
+            gradient_state._set_sync_gradients(is_update)
+            deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            if is_update or deepspeed:
+                context = contextlib.nullcontext()
+            else:
+                context = self.accelerator.no_sync(model=self.model_wrapped)
+            with context:
+                self._losses.append(self.training_step(self.model_wrapped, None).item())
+            if is_update:
+                self._update()
+        gradient_state._set_sync_gradients(leaders_sync)
+
+    def open_round(self) -> None:
+        """Marks the first micro-batch of a round."""
+        self._round_start = self._step
+
+    def _update(self) -> None:
+        metrics = self._metrics["train"]
+        grad_norm = None
+        if self.args.max_grad_norm > 0:
+            grad_norm = self._clip_grad_norm(self.model_wrapped)
+        grad_norm = self._get_grad_norm(self.model_wrapped, grad_norm=grad_norm)
+        self.optimizer.step()
+        metrics["learning_rate"] = [self._get_learning_rate()]
+        metrics["grad_norm"].append(grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm)
+        metrics["loss"].append(sum(self._losses))
+        self._losses.clear()
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.lr_scheduler.step()
+        self.model_wrapped.zero_grad()
+        self.state.global_step += 1
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+
+    # -- reports --------------------------------------------------------------------------------------------------
+
+    def drain_statistics(self) -> list[dict[str, float]]:
+        """Statistics of the updates since the last call, one dict per source, over all processes."""
+
+        def reduce(tensor: Tensor, kind: str) -> Tensor:
+            if self.accelerator.num_processes == 1:
+                return tensor
+            gathered = self.accelerator.gather(tensor[None])
+            return gathered.sum(0) if kind == "sum" else gathered.amax(0)
+
+        return self.statistics.drain(reduce)
+
+
+@contextlib.contextmanager
+def _loadable_reference(model: Any, args: HACPOConfig) -> Iterator[None]:
+    """Lets TRL load the reference model of a model object that was never saved, by a copy on disk for the moment."""
+    unsaved = (
+        args.beta != 0.0
+        and not isinstance(model, str)
+        and not is_peft_model(model)
+        and not get_config_model_id(model.config)
+    )
+    if not unsaved:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hacpo_reference_") as folder:
+        model.save_pretrained(folder)
+        model.config._name_or_path = folder
+        try:
+            yield
+        finally:
+            model.config._name_or_path = ""
+
+
+def _fix_absolute_positions(model: nn.Module) -> None:
+    """Gives models with learned absolute positions (GPT-2's kind) positions that do not count the padding.
+
+    TRL passes no positions, and padding on the left would shift them: the log-probabilities of a response would
+    depend on which others share its micro-batch.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    if not any(name.rsplit(".", 1)[-1] == "wpe" for name, _ in base.named_modules()):
+        return
+
+    def add_positions(module, args, kwargs):
+        mask = kwargs.get("attention_mask")
+        if kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None and mask is not None:
+            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        return args, kwargs
+
+    base.register_forward_pre_hook(add_positions, with_kwargs=True)

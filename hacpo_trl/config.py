@@ -1,0 +1,403 @@
+"""HACPOConfig: GRPOConfig with the paper's recipe as defaults and HACPO's own settings."""
+
+import dataclasses
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from .capability import METRICS, CapabilityTracker
+from .objective import BASELINES, peer_clip_lower
+
+METHODS = ("hacpo", "naive", "gspo", "grpo")
+
+# Settings that act on HACPO's own terms only: another method does not read them.
+_HACPO_ONLY = (
+    "alpha",
+    "peer_clip_delta",
+    "peer_clip_step",
+    "baseline",
+    "capability_coefficient",
+)
+_SHARED_ONLY = ("peer_advantages", "rollout_order", "length_normalization", "peer_overflow")
+
+# What all agents of a team have in common: the prompts, the groups and the clock of the run.
+_TEAM_FIELDS = frozenset(
+    """output_dir agent_overrides method num_generations num_generations_eval generation_batch_size
+    steps_per_generation num_iterations max_steps max_rounds num_train_epochs seed data_seed full_determinism
+    logging_strategy logging_steps logging_first_step eval_strategy eval_steps eval_on_start save_strategy save_steps
+    save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
+    reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds baseline
+    advantage_epsilon report_to shuffle_dataset remove_unused_columns log_completions""".split()
+)
+
+# Keys of `generation_kwargs` that change what is sampled but not the probabilities that the ratio is made of.
+_SAMPLER_KEYS = frozenset(
+    """temperature top_p top_k top_h min_p typical_p epsilon_cutoff eta_cutoff repetition_penalty presence_penalty
+    frequency_penalty encoder_repetition_penalty no_repeat_ngram_size bad_words_ids bad_words sequence_bias
+    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id min_length min_new_tokens min_tokens
+    num_beams num_beam_groups penalty_alpha do_sample guidance_scale watermarking_config logit_bias logits_processors
+    allowed_token_ids structured_outputs guided_decoding exponential_decay_length_penalty""".split()
+)
+
+
+@dataclass
+class HACPOConfig(GRPOConfig):
+    """Settings of `HACPOTrainer`: all of TRL's `GRPOConfig`, with the defaults of arXiv 2603.02604, and HACPO's own.
+
+    Defaults that differ from TRL's: `beta=0.001`, `epsilon=3e-4` and `epsilon_high=4e-4` (for `method="grpo"` TRL's
+    0.2 stays), `loss_type="grpo"`, `importance_sampling_level="sequence"` (for `method="grpo"` "token"),
+    `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
+    twice `gradient_accumulation_steps`, so that an agent makes two updates on each agent's responses in a round.
+
+    A *round* is: every agent samples `num_generations` responses to each prompt of the generation batch, then every
+    agent is updated on the responses of all. One round of N agents has
+    `num_iterations * N * steps_per_generation / gradient_accumulation_steps` updates (for "gspo" and "grpo" without
+    the factor N). Saving, evaluating and stopping wait for the end of the round.
+
+    Args:
+        method: "hacpo"; "naive" (shared responses, plain pool mean, every response treated as the learner's own);
+            "gspo" or "grpo" (the agents train side by side on the same prompts and share nothing; the loss is TRL's).
+        max_rounds: length of the run in rounds, instead of `max_steps`. -1: use `max_steps` or `num_train_epochs`.
+        alpha: exponent of the damping sg(s)^alpha of peers' responses; 0 switches it off.
+        peer_clip_delta: width of the peers' clip range [1 - delta, 1] at the first update; None (on the command line
+            "none") leaves peers' ratios unclipped.
+        peer_clip_step: by how much each update of a round narrows that range; 0 switches the tightening off.
+        capability_window: rounds that the capability is averaged over.
+        capability_metric: "positive_rate" (share of responses with a reward above 0) or "mean_reward".
+        capability_ratio_bounds: clamp of the ratios P_k / P_j.
+        baseline: "capability" (the paper), "pooled" (its ablation), "min_variance" or "own"; see
+            `capability_aware_advantages`.
+        capability_coefficient: scale a peer's response by P_j / P_k; False switches it off.
+        peer_advantages: "all" (the paper) or "positive": a peer's response with a negative advantage teaches nothing.
+        advantage_epsilon: added to the standard deviation of the advantage (TRL's own is fixed at 1e-4).
+        max_reward: the largest reward that a response can have, for the baseline's guard.
+        rollout_order: "own_first" (the paper: a round's first updates use the learner's own responses) or "shuffled".
+        length_normalization: "own" (the paper: each mean log-probability over the tokens of its own tokenization) or
+            "shared" (both sums over the learner's token count).
+        peer_overflow: "truncate" or "drop" a peer's response that is longer, in the learner's tokens, than the
+            learner's `max_completion_length`.
+        skip_silent_responses: leave out the forward and backward pass of peers' responses whose advantage is 0. They
+            have no gradient, so the weights stay the same; False runs them all, for complete ratio statistics.
+        agent_overrides: other settings for single agents, by name:
+            `{"llama-3b": {"learning_rate": 5e-7, "chat_template_kwargs": {...}}}`.
+
+    Raises:
+        ValueError: for settings that cannot work, naming the nearest that can.
+    """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["agent_overrides"]
+
+    # TRL's fields with the paper's defaults
+    epsilon: float | None = field(
+        default=None,
+        metadata={"help": "Clip range below 1 of own responses. Default: 3e-4 (GSPO), for method 'grpo' 0.2."},
+    )
+    epsilon_high: float | None = field(
+        default=None,
+        metadata={"help": "Clip range above 1 of own responses. Default: 4e-4 (GSPO), for method 'grpo' `epsilon`."},
+    )
+    beta: float = field(default=0.001, metadata={"help": "Weight of the KL divergence on own responses."})
+    loss_type: str = field(default="grpo", metadata={"help": "Only 'grpo': the mean over sequences."})
+    importance_sampling_level: str = field(
+        default="sequence", metadata={"help": "Follows from `method`: 'token' for 'grpo', else 'sequence'."}
+    )
+    max_completion_length: int = field(default=4096, metadata={"help": "Longest response, in tokens of the agent."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training prompts."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning rate schedule."})
+
+    # HACPO's own
+    method: str = field(default="hacpo", metadata={"help": f"One of {', '.join(METHODS)}.", "choices": METHODS})
+    max_rounds: int = field(default=-1, metadata={"help": "Length of the run in rounds, instead of `max_steps`."})
+    alpha: float = field(default=1.0, metadata={"help": "Exponent of the damping of far peers' responses; 0: off."})
+    peer_clip_delta: float | str | None = field(
+        default=0.2, metadata={"help": "Width of the peers' clip range at the first update; 'none': no clip."}
+    )
+    peer_clip_step: float = field(
+        default=0.025, metadata={"help": "How much every update of a round narrows the peers' clip range."}
+    )
+    capability_window: int = field(default=5, metadata={"help": "Rounds that the capability is averaged over."})
+    capability_metric: str = field(
+        default="positive_rate", metadata={"help": f"One of {', '.join(METRICS)}.", "choices": METRICS}
+    )
+    capability_ratio_bounds: list[float] = field(
+        default_factory=lambda: [0.1, 10.0], metadata={"help": "Smallest and largest capability ratio."}
+    )
+    baseline: str = field(
+        default="capability",
+        metadata={"help": f"Baseline of the advantage, one of {', '.join(BASELINES)}.", "choices": BASELINES},
+    )
+    capability_coefficient: bool = field(
+        default=True, metadata={"help": "Scale a peer's response by the ratio of the capabilities."}
+    )
+    peer_advantages: str = field(
+        default="all",
+        metadata={"help": "'all', or 'positive': learn from peers' successes only.", "choices": ("all", "positive")},
+    )
+    advantage_epsilon: float = field(default=1e-6, metadata={"help": "Added to the advantage's standard deviation."})
+    max_reward: float = field(default=1.0, metadata={"help": "Largest reward that a response can have."})
+    rollout_order: str = field(
+        default="own_first",
+        metadata={"help": "'own_first' or 'shuffled' responses.", "choices": ("own_first", "shuffled")},
+    )
+    length_normalization: str = field(
+        default="own",
+        metadata={
+            "help": "'own': every mean log-probability over its own tokens; 'shared': over the learner's tokens.",
+            "choices": ("own", "shared"),
+        },
+    )
+    peer_overflow: str = field(
+        default="truncate",
+        metadata={"help": "'truncate' or 'drop' too long responses of peers.", "choices": ("truncate", "drop")},
+    )
+    skip_silent_responses: bool = field(
+        default=True, metadata={"help": "Spare the passes over peers' responses that have no advantage."}
+    )
+    agent_overrides: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Settings for single agents, by name (JSON on the command line)."}
+    )
+
+    @property
+    def shares_rollouts(self) -> bool:
+        """Whether the agents learn from each other's responses."""
+        return self.method in ("hacpo", "naive")
+
+    @property
+    def rows_per_round(self) -> int:
+        """Own responses of an agent in one round on one process."""
+        return self.per_device_train_batch_size * self.steps_per_generation
+
+    def updates_per_round(self, num_agents: int) -> int:
+        """Optimizer updates of an agent in one round."""
+        sources = num_agents if self.shares_rollouts else 1
+        return self.num_iterations * sources * self.steps_per_generation // self.gradient_accumulation_steps
+
+    def __post_init__(self):
+        self._check_method()
+        if self.generation_batch_size is None and self.steps_per_generation is None:
+            self.steps_per_generation = 2 * self.gradient_accumulation_steps
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if self.generation_batch_size and self.num_generations and self.num_generations > 1:
+                if self.generation_batch_size % self.num_generations:
+                    raise ValueError(self._generations_message()) from error
+            raise
+        self._check_clipping()
+        self._check_supported()
+        self._check_batches()
+        self._warn_of_idle_settings()
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _check_method(self) -> None:
+        choices = {
+            "method": METHODS,
+            "baseline": BASELINES,
+            "capability_metric": METRICS,
+            "peer_advantages": ("all", "positive"),
+            "rollout_order": ("own_first", "shuffled"),
+            "length_normalization": ("own", "shared"),
+            "peer_overflow": ("truncate", "drop"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
+        if self.epsilon is None:
+            self.epsilon = 0.2 if self.method == "grpo" else 3e-4
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon if self.method == "grpo" else 4e-4
+        if self.method == "grpo":
+            self.importance_sampling_level = "token"
+        elif self.importance_sampling_level != "sequence":
+            raise ValueError(
+                f"method={self.method!r} needs importance_sampling_level='sequence': the ratio of two tokenizations "
+                "exists for whole responses only. Use method='grpo' for token-level ratios without sharing."
+            )
+
+    def _check_clipping(self) -> None:
+        if isinstance(self.peer_clip_delta, str):
+            text = self.peer_clip_delta.strip().lower()
+            try:
+                self.peer_clip_delta = None if text in ("none", "null") else float(text)
+            except ValueError:
+                raise ValueError(f"peer_clip_delta={text!r} must be a number in [0, 1] or 'none'.") from None
+        peer_clip_lower(0, self.peer_clip_delta or 0.0, self.peer_clip_step)
+        if self.alpha < 0:
+            raise ValueError(f"alpha={self.alpha} must not be negative; 0 switches the damping off.")
+        if not (self.epsilon >= 0 and self.epsilon_high >= 0):
+            raise ValueError(f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} must not be negative.")
+        if self.advantage_epsilon <= 0:
+            raise ValueError(f"advantage_epsilon={self.advantage_epsilon} must be positive, e.g. 1e-6.")
+        if self.max_reward <= 0:
+            raise ValueError(f"max_reward={self.max_reward} must be positive: the largest reward of a response.")
+        if len(self.capability_ratio_bounds) != 2:
+            raise ValueError(f"capability_ratio_bounds={self.capability_ratio_bounds} must be two numbers.")
+        CapabilityTracker(
+            1, self.capability_window, self.capability_metric, ratio_bounds=tuple(self.capability_ratio_bounds)
+        )
+
+    def _check_supported(self) -> None:
+        """Refuses what TRL offers and shared rollouts cannot have."""
+        sampler = {
+            "top_p": self.top_p == 1.0,
+            "top_k": self.top_k in (0, None),
+            "min_p": self.min_p in (0.0, None),
+            "repetition_penalty": self.repetition_penalty == 1.0,
+            "vllm_structured_outputs_regex": self.vllm_structured_outputs_regex is None,
+        }
+        for name, fine in sampler.items():
+            if not fine:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} changes the distribution that is sampled from but not the "
+                    "probabilities that the importance ratio is made of, so the ratio would be wrong. Leave it at its "
+                    "default; `temperature` is accounted for on both sides."
+                )
+        clash = sorted(_SAMPLER_KEYS & set(self.generation_kwargs or {}))
+        if clash:
+            raise ValueError(
+                f"generation_kwargs may not set {', '.join(clash)}: it changes the distribution that is sampled from "
+                "but not the probabilities that the importance ratio is made of. Remove it (a temperature goes into "
+                "`temperature`)."
+            )
+        only = {
+            "loss_type": ("grpo", "HACPO's loss is the mean over sequences"),
+            "delta": (None, "two-sided clipping is not part of HACPO; peers are clipped by `peer_clip_delta`"),
+            "scale_rewards": ("group", "the advantage is scaled by the spread of the whole pool's rewards"),
+            "multi_objective_aggregation": (
+                "sum_then_normalize",
+                "capabilities are rates of one reward; weigh several with `reward_weights`",
+            ),
+            "off_policy_mask_threshold": (None, "off-policy responses are handled by `peer_clip_delta` and `alpha`"),
+            "top_entropy_quantile": (1.0, "the objective is one number a sequence, tokens cannot be left out of it"),
+            "use_adaptive_entropy": (False, "use a fixed `entropy_coef`"),
+        }
+        for name, (value, reason) in only.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not supported: {reason}. Use {name}={value!r}.")
+
+    def _check_batches(self) -> None:
+        rows = self.generation_batch_size
+        if rows % self.num_generations:
+            raise ValueError(self._generations_message())
+        if self.steps_per_generation % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"steps_per_generation={self.steps_per_generation} must be a multiple of gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}: an update may not mix two rounds. Try steps_per_generation="
+                f"{_nearest_multiple(self.steps_per_generation, self.gradient_accumulation_steps)}."
+            )
+        if self.max_rounds == 0 or self.max_rounds < -1:
+            raise ValueError(f"max_rounds={self.max_rounds} must be positive, or -1 for no limit.")
+        if self.max_rounds > 0 and self.max_steps > 0:
+            raise ValueError(
+                f"max_rounds={self.max_rounds} and max_steps={self.max_steps} are both set. Keep max_rounds."
+            )
+
+    def _generations_message(self) -> str:
+        rows = self.generation_batch_size
+        divisors = [d for d in range(2, rows + 1) if rows % d == 0]
+        near = sorted(sorted(divisors, key=lambda d: (abs(d - self.num_generations), d))[:3])
+        return (
+            f"num_generations={self.num_generations} does not divide the {rows} responses that an agent samples in a "
+            "round (per_device_train_batch_size x steps_per_generation x processes); try num_generations="
+            f"{', '.join(map(str, near[:-1]))}{' or ' if len(near) > 1 else ''}{near[-1] if near else 2}."
+        )
+
+    def _warn_of_idle_settings(self) -> None:
+        if self.method == "hacpo":
+            return
+        idle = _HACPO_ONLY + (() if self.shares_rollouts else _SHARED_ONLY)
+        changed = [name for name in idle if getattr(self, name) != _default(name)]
+        if changed:
+            verb = "has" if len(changed) == 1 else "have"
+            warnings.warn(f"{', '.join(changed)} {verb} no effect with method={self.method!r}.", stacklevel=4)
+
+    # -- one agent's settings -------------------------------------------------------------------------------------
+
+    def check_agents(self, names: list[str]) -> None:
+        """Checks what depends on the team, before a model is loaded.
+
+        Raises:
+            ValueError: for overrides of unknown agents or of settings that the team has in common, and for a
+                `max_steps` that ends inside a round.
+        """
+        overrides = self.agent_overrides or {}
+        unknown = [name for name in overrides if name not in names]
+        if unknown:
+            raise ValueError(f"agent_overrides names {', '.join(unknown)}; the agents are {', '.join(names)}.")
+        known = {f.name for f in dataclasses.fields(self) if f.init}
+        for name, values in overrides.items():
+            if not isinstance(values, dict):
+                raise ValueError(f"agent_overrides[{name!r}] must map settings to values, got {values!r}.")
+            for key in values:
+                if key not in known:
+                    raise ValueError(f"agent_overrides[{name!r}] sets {key!r}, which HACPOConfig does not have.")
+                if key in _TEAM_FIELDS:
+                    raise ValueError(
+                        f"agent_overrides[{name!r}] sets {key!r}, which all agents have in common. Set it for all."
+                    )
+        updates = self.updates_per_round(len(names))
+        if self.max_steps > 0 and self.max_steps % updates:
+            raise ValueError(
+                f"max_steps={self.max_steps} ends inside a round: a round of {len(names)} agents has {updates} "
+                f"updates. Try max_steps={_nearest_multiple(self.max_steps, updates)}, or max_rounds="
+                f"{max(1, round(self.max_steps / updates))}."
+            )
+
+    def for_agent(self, name: str, *, leader: bool) -> "HACPOConfig":
+        """The settings of one agent: these with its overrides.
+
+        An agent with another `per_device_train_batch_size` keeps the number of responses a round, and, unless its
+        `gradient_accumulation_steps` is given too, the number of responses an update.
+
+        Args:
+            name: the agent's name.
+            leader: the leader reports and keeps the team's output folder; a peer has a folder of its own inside.
+
+        Raises:
+            ValueError: when an override cannot work, naming the agent.
+        """
+        changes = dict((self.agent_overrides or {}).get(name, {}))
+        size = changes.setdefault("per_device_train_batch_size", self.per_device_train_batch_size)
+        if self.rows_per_round % size:
+            raise ValueError(
+                f"agent {name!r}: per_device_train_batch_size={size} does not divide the {self.rows_per_round} "
+                f"responses of a round and process. Try {_nearest_divisor(self.rows_per_round, size)}."
+            )
+        per_update = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        if "gradient_accumulation_steps" not in changes and per_update % size:
+            raise ValueError(
+                f"agent {name!r}: per_device_train_batch_size={size} does not divide the {per_update} responses of "
+                f"an update. Try {_nearest_divisor(per_update, size)}, or give its gradient_accumulation_steps too."
+            )
+        changes.setdefault("gradient_accumulation_steps", per_update // size)
+        changes["generation_batch_size"] = None
+        changes["steps_per_generation"] = self.rows_per_round // size
+        changes["agent_overrides"] = None
+        if self.hub_model_id is not None:
+            changes.setdefault("hub_model_id", f"{self.hub_model_id}-{name}")
+        if not leader:
+            changes["output_dir"] = os.path.join(self.output_dir, name)
+            changes["report_to"] = "none"
+            changes["disable_tqdm"] = True
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what there is to warn of was said for the whole team
+                return dataclasses.replace(self, **changes)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"agent {name!r}: {error}") from error
+
+
+def _default(name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(HACPOConfig) if f.name == name)
+
+
+def _nearest_multiple(value: int, step: int) -> int:
+    return max(step, round(value / step) * step)
+
+
+def _nearest_divisor(total: int, value: int) -> int:
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))

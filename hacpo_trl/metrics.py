@@ -1,0 +1,131 @@
+"""Running statistics of a learner's updates, one row of sums per source, kept on the device until they are logged.
+
+Needs only torch. Nothing here waits for the device: the only synchronisation is the read-out in `drain`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_SUMS = (
+    "count",  # responses that ran
+    "silent",  # responses that did not run, having no advantage
+    "ratio",
+    "ratio_squared",
+    "below",  # ratio below the clip range
+    "above",  # ratio above it
+    "no_gradient",  # ran without effect: no advantage, or outside the range
+    "low_clipped",  # own response held by the lower clip (its advantage is negative)
+    "high_clipped",  # own response held by the upper clip (its advantage is positive)
+    "kl",
+    "entropy",  # sum over tokens
+    "tokens",
+)
+
+
+class UpdateStatistics:
+    """Sums over the responses that one learner was updated on, by source.
+
+    Args:
+        num_agents: N.
+        learner: index of the learner.
+        device: where the sums live.
+    """
+
+    def __init__(self, num_agents: int, learner: int, device: torch.device | str = "cpu"):
+        self.learner = learner
+        self.sums = torch.zeros(num_agents, len(_SUMS), dtype=torch.float64, device=device)
+        self.ratio_max = torch.zeros(num_agents, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self,
+        *,
+        source: Tensor,
+        ratio: Tensor,
+        advantages: Tensor,
+        is_own: Tensor,
+        own_range: tuple[float, float],
+        peer_range: tuple[float, float],
+        kl: Tensor | None,
+        entropy: Tensor,
+        mask: Tensor,
+    ) -> None:
+        """Adds one micro-batch.
+
+        Args:
+            source: (R,) index of the agent that wrote each response.
+            ratio: (R,) raw importance ratios, before any clipping.
+            advantages: (R,).
+            is_own: (R,) whether the own formula applies.
+            own_range: lowest and highest unclipped ratio of own responses.
+            peer_range: the same of peers' responses.
+            kl: (R,) divergence of own responses, or None.
+            entropy: (R, T) entropy of every token's distribution.
+            mask: (R, T).
+        """
+        low = torch.where(is_own, own_range[0], peer_range[0])
+        high = torch.where(is_own, own_range[1], peer_range[1])
+        below, above = ratio < low, ratio > high
+        low_clipped = is_own & below & (advantages < 0)
+        high_clipped = is_own & above & (advantages > 0)
+        outside = torch.where(is_own, low_clipped | high_clipped, below | above)
+        zero = torch.zeros_like(ratio)
+        columns = {
+            "count": torch.ones_like(ratio),
+            "silent": zero,
+            "ratio": ratio,
+            "ratio_squared": ratio.double().square(),
+            "below": below,
+            "above": above,
+            "no_gradient": outside | (advantages == 0),
+            "low_clipped": low_clipped,
+            "high_clipped": high_clipped,
+            "kl": zero if kl is None else kl,
+            "entropy": (entropy * mask).sum(-1),
+            "tokens": mask.sum(-1),
+        }
+        rows = torch.stack([columns[name].to(self.sums) for name in _SUMS], dim=-1)  # (R, len(_SUMS))
+        self.sums.index_add_(0, source, rows)
+        self.ratio_max.scatter_reduce_(0, source, ratio.to(self.ratio_max), "amax")
+
+    def add_silent(self, source: int, count: int) -> None:
+        """Counts responses of a source that were left out because they have no advantage."""
+        self.sums[source, _SUMS.index("silent")] += count
+
+    def drain(self, reduce: Callable[[Tensor, str], Tensor] = lambda t, kind: t) -> list[dict[str, float]]:
+        """Reads the statistics out and starts anew.
+
+        Args:
+            reduce: adds ("sum") or maximises ("max") a tensor over all processes; called in the same order on all.
+
+        Returns:
+            One dict per source; empty for a source that has not been learned from.
+        """
+        sums = reduce(self.sums, "sum").cpu()
+        maxima = reduce(self.ratio_max, "max").cpu()
+        self.sums = torch.zeros_like(self.sums)
+        self.ratio_max = torch.zeros_like(self.ratio_max)
+        result = []
+        for source, (values, ratio_max) in enumerate(zip(sums.tolist(), maxima.tolist(), strict=True)):
+            total = dict(zip(_SUMS, values, strict=True))
+            count, seen = total["count"], total["count"] + total["silent"]
+            stats: dict[str, float] = {}
+            if count:
+                stats["ratio_mean"] = total["ratio"] / count
+                stats["ratio_max"] = ratio_max
+                stats["effective_sample_size"] = total["ratio"] ** 2 / (count * total["ratio_squared"])
+                if source == self.learner:
+                    stats["clip_ratio/low_mean"] = total["low_clipped"] / count
+                    stats["clip_ratio/high_mean"] = total["high_clipped"] / count
+                    stats["clip_ratio/region_mean"] = (total["low_clipped"] + total["high_clipped"]) / count
+                    stats["entropy"] = total["entropy"] / max(total["tokens"], 1.0)
+                    stats["kl"] = total["kl"] / count
+                else:
+                    stats["below_range"] = total["below"] / count
+                    stats["above_range"] = total["above"] / count
+            if seen:
+                stats["no_gradient"] = (total["no_gradient"] + total["silent"]) / seen
+            result.append(stats)
+        return result

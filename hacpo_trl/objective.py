@@ -1,0 +1,237 @@
+"""HACPO's equations as pure tensor functions. Needs only torch.
+
+Source: "Heterogeneous Agent Collaborative Policy Optimization", arXiv 2603.02604. The equation numbers below are the
+paper's. Shapes: N agents, B prompts, G responses of every agent to every prompt, R rows of a batch, T tokens.
+"""
+
+import torch
+from torch import Tensor
+
+BASELINES = ("capability", "pooled", "min_variance", "own")
+
+# A source's reward variance is floored at that of a Bernoulli variable with P = 0.02 (or 0.98): a source that was
+# right on every prompt of a few rounds would otherwise get all the weight of the minimum-variance baseline.
+_MIN_RATE = 0.02
+
+
+def capability_ratios(capabilities: Tensor, ratio_bounds: tuple[float, float] = (0.1, 10.0)) -> Tensor:
+    """Capability ratios w(k, j) = P_k / P_j of eq. (5), clamped.
+
+    Args:
+        capabilities: (N,) capability P of every agent.
+        ratio_bounds: smallest and largest ratio.
+
+    Returns:
+        (N learners, N sources). 1 where either capability is not a positive finite number: such a ratio has no
+        meaning, and 1 leaves the rewards as they are.
+    """
+    low, high = ratio_bounds
+    if not 0 < low <= 1 <= high:
+        raise ValueError(f"ratio_bounds={tuple(ratio_bounds)} must hold 1: 0 < low <= 1 <= high, e.g. (0.1, 10.0).")
+    usable = torch.isfinite(capabilities) & (capabilities > 0)
+    safe = torch.where(usable, capabilities, torch.ones_like(capabilities))
+    ratios = (safe[:, None] / safe[None, :]).clamp(low, high)
+    return torch.where(usable[:, None] & usable[None, :], ratios, torch.ones_like(ratios))
+
+
+def capability_aware_advantages(
+    rewards: Tensor,
+    capabilities: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    ratio_bounds: tuple[float, float] = (0.1, 10.0),
+    baseline: str = "capability",
+    max_reward: float = 1.0,
+    reward_variances: Tensor | None = None,
+) -> Tensor:
+    """Advantage of every response for every learner, eq. (5)-(6).
+
+        A[k, j, b, g] = (r[j, b, g] - mu[k, b]) / (sigma[b] + epsilon)
+
+    with sigma the standard deviation (correction 1) over all N * G raw rewards of the prompt and mu the learner's
+    baseline:
+
+    - ``"capability"``: the mean of w(k, j) * r[j, b, g] over j and g (the paper),
+    - ``"pooled"``: the same with w = 1 (the paper's ablation, and naive sharing),
+    - ``"min_variance"``: sum_j lambda[k, j] * w(k, j) * mean_g r[j, b, g] with lambda proportional to
+      1 / (w(k, j)^2 v_j) and v_j the reward variance of source j,
+    - ``"own"``: the learner's own mean of the prompt.
+
+    Guards: a prompt whose rewards are all equal has advantage 0 (the weights must not invent a signal); a baseline
+    above `max_reward` is replaced by the learner's own mean. With N = 1 every baseline is the group mean, and this
+    is the advantage of GRPO and GSPO.
+
+    Args:
+        rewards: (N, B, G). A reward that is not finite (NaN: unscorable) leaves baseline and spread.
+        capabilities: (N,), see `CapabilityTracker`.
+        epsilon: added to the standard deviation.
+        ratio_bounds: clamp of w.
+        baseline: one of `BASELINES`.
+        max_reward: the largest reward a response can have.
+        reward_variances: (N,) variance of each source's rewards, used by "min_variance" for rewards other than 0 and
+            `max_reward`; by default the variance within `rewards`.
+
+    Returns:
+        (N learners, N sources, B, G); 0 for unscorable responses.
+
+    Raises:
+        ValueError: for wrong shapes or an unknown baseline.
+    """
+    if rewards.dim() != 3:
+        raise ValueError(f"rewards must have the shape (agents, prompts, generations), got {tuple(rewards.shape)}.")
+    if capabilities.shape != rewards.shape[:1]:
+        raise ValueError(
+            f"capabilities must hold one number for each of the {rewards.shape[0]} agents, "
+            f"got the shape {tuple(capabilities.shape)}."
+        )
+    if baseline not in BASELINES:
+        raise ValueError(f"baseline={baseline!r} is unknown; use one of {', '.join(BASELINES)}.")
+
+    scorable = torch.isfinite(rewards)  # (N, B, G)
+    raw = torch.where(scorable, rewards, torch.zeros_like(rewards))
+    count = scorable.sum(-1)  # (N, B)
+    total = raw.sum(-1)  # (N, B)
+    own_mean = total / count  # (N, B), NaN where the agent has no scorable response
+
+    pool_count = count.sum(0)  # (B,)
+    ratios = capability_ratios(capabilities.to(rewards), ratio_bounds)  # (N, N)
+    if baseline == "pooled":
+        ratios = torch.ones_like(ratios)
+    mu = (ratios @ total) / pool_count  # (N, B)
+    if baseline == "min_variance":
+        variances = _source_variances(raw, scorable, capabilities.to(rewards), max_reward, reward_variances)
+        weights = 1.0 / (ratios.square() * variances)  # (N, N)
+        present = (count > 0).to(rewards)  # a source without a scorable response leaves the weighted mean
+        mu = ((weights * ratios) @ torch.nan_to_num(own_mean)) / (weights @ present)
+    elif baseline == "own":
+        mu = torch.where(count > 0, own_mean, mu)
+    fallback = torch.where(count > 0, own_mean, torch.full_like(own_mean, max_reward))
+    mu = torch.where(mu > max_reward, fallback, mu)
+
+    pool_mean = total.sum(0) / pool_count  # (B,)
+    deviations = torch.where(scorable, raw - pool_mean[None, :, None], torch.zeros_like(raw))
+    sigma = (deviations.square().sum((0, 2)) / (pool_count - 1).clamp(min=1)).sqrt()  # (B,)
+
+    advantages = (raw[None] - mu[:, None, :, None]) / (sigma[None, None, :, None] + epsilon)
+    inf = torch.full_like(rewards, torch.inf)
+    highest = torch.where(scorable, rewards, -inf).amax((0, 2))  # (B,)
+    lowest = torch.where(scorable, rewards, inf).amin((0, 2))
+    informative = (highest > lowest)[None, None, :, None] & scorable[None]
+    return torch.where(informative, advantages, torch.zeros_like(advantages))
+
+
+def _source_variances(
+    raw: Tensor, scorable: Tensor, capabilities: Tensor, max_reward: float, reward_variances: Tensor | None
+) -> Tensor:
+    """Reward variance v_j of every source, (N,): P (1 - P) for rewards 0 and `max_reward`, else as measured."""
+    scale = max_reward**2
+    binary = bool((~scorable | (raw == 0) | (raw == max_reward)).all())
+    rate_known = bool((torch.isfinite(capabilities) & (capabilities >= 0) & (capabilities <= 1)).all())
+    if binary and rate_known:
+        rate = capabilities.clamp(_MIN_RATE, 1 - _MIN_RATE)
+        return rate * (1 - rate) * scale
+    if reward_variances is None:
+        count = scorable.sum((1, 2)).clamp(min=1)
+        mean = raw.sum((1, 2)) / count
+        deviations = torch.where(scorable, raw - mean[:, None, None], torch.zeros_like(raw))
+        reward_variances = deviations.square().sum((1, 2)) / count
+    return torch.nan_to_num(reward_variances.to(raw)).clamp(min=_MIN_RATE * (1 - _MIN_RATE) * scale)
+
+
+def sequence_log_ratio(logps: Tensor, mask: Tensor, source_mean_logp: Tensor, max_abs: float = 10.0) -> Tensor:
+    """Logarithm of the sequence-level importance ratio s, part of eq. (56)-(59).
+
+        log s = mean_t log pi_k(y_t | q) - mean_t log pi_j_old(y_t | q)
+
+    The first mean runs over the learner's own tokens of the text, the second over the source's.
+
+    Args:
+        logps: (R, T) log-probabilities of the learner. What stands outside the mask may be anything, even NaN.
+        mask: (R, T) 1 for tokens of the response.
+        source_mean_logp: (R,) the source's mean log-probability when it sampled.
+        max_abs: clamp of the result; beyond it the gradient is zero.
+
+    Returns:
+        (R,). A row without a token counts as a learner's mean of 0.
+    """
+    keep = mask.bool()
+    kept = torch.where(keep, logps, torch.zeros_like(logps))
+    mean_logp = kept.sum(-1) / keep.sum(-1).clamp(min=1)
+    return (mean_logp - source_mean_logp).clamp(-max_abs, max_abs)
+
+
+def peer_clip_lower(update_index: int, delta: float = 0.2, delta_step: float = 0.025) -> float:
+    """Lower end of the peer's clip range, part of eq. (56)-(59): min(1, 1 - delta + m * delta_step), in [0, 1].
+
+    Args:
+        update_index: m, the learner's optimizer updates already made in this round, from 0.
+        delta: width of the range at the first update, in [0, 1].
+        delta_step: by how much every update narrows it; at m = delta / delta_step the range is the point 1.
+    """
+    if update_index < 0:
+        raise ValueError(f"update_index={update_index} must be at least 0: the first update of a round has index 0.")
+    if not 0 <= delta <= 1:
+        raise ValueError(f"delta={delta} must lie in [0, 1]; the paper's value is 0.2.")
+    if delta_step < 0:
+        raise ValueError(f"delta_step={delta_step} must not be negative; the paper's value is 0.025, 0 is off.")
+    return min(1.0, max(0.0, 1.0 - delta + update_index * delta_step))
+
+
+def hacpo_objective(
+    ratio: Tensor,
+    advantages: Tensor,
+    is_own: Tensor,
+    coefficient: Tensor,
+    update_index: int,
+    *,
+    epsilon_low: float = 3e-4,
+    epsilon_high: float = 4e-4,
+    delta: float | None = 0.2,
+    delta_step: float = 0.025,
+    alpha: float = 1.0,
+) -> Tensor:
+    """Objective J of every sequence, eq. (56)-(59); the loss is minus its mean.
+
+        own response:    J = min(s A, clip(s, 1 - epsilon_low, 1 + epsilon_high) A)
+        peer's response: sbar = clip(s, lower_m, 1);  J = sbar * sg(sbar)^alpha * c * A
+
+    sg is the stop-gradient: the factor scales, it is not differentiated. A peer's response outside [lower_m, 1] has
+    zero gradient.
+
+    Args:
+        ratio: (R,) importance ratio s, differentiable.
+        advantages: (R,) advantage A of each response for this learner.
+        is_own: (R,) bool, True for the learner's own responses.
+        coefficient: (R,) capability discrepancy coefficient c(k <- j) = P_j / P_k; ignored for own responses.
+        update_index: m, see `peer_clip_lower`.
+        epsilon_low: clip range below 1 of own responses.
+        epsilon_high: clip range above 1 of own responses.
+        delta: see `peer_clip_lower`; None leaves the peers' ratios unclipped (the paper's last ablation).
+        delta_step: see `peer_clip_lower`.
+        alpha: exponent of the damping factor, at least 0 (0: no damping).
+
+    Returns:
+        (R,).
+    """
+    own = torch.min(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
+    clipped = ratio if delta is None else ratio.clamp(peer_clip_lower(update_index, delta, delta_step), 1.0)
+    peer = clipped * clipped.detach().pow(alpha) * coefficient * advantages
+    return torch.where(is_own, own, peer)
+
+
+def k3_divergence(logps: Tensor, reference_logps: Tensor, mask: Tensor) -> Tensor:
+    """Token mean of the k3 estimator of KL(pi_k || reference) of every sequence.
+
+        k3 = exp(d) - d - 1  with  d = log reference - log pi_k
+
+    Args:
+        logps: (R, T) log-probabilities of the learner.
+        reference_logps: (R, T) log-probabilities of the reference model.
+        mask: (R, T) 1 for tokens of the response.
+
+    Returns:
+        (R,), 0 for a row without a token.
+    """
+    keep = mask.bool()
+    difference = torch.where(keep, reference_logps - logps, torch.zeros_like(logps))
+    return (torch.exp(difference) - difference - 1).sum(-1) / keep.sum(-1).clamp(min=1)

@@ -1,0 +1,325 @@
+"""What agents exchange: responses as text, read by every learner in its own tokens, and cut into micro-batches.
+
+Text is exchanged, never token ids, so that any tokenizers go together. A learner's own responses keep their exact ids.
+Needs torch and the tokenizers' interface only. R is the number of responses of one agent on this process.
+"""
+
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of bytes that are no UTF-8
+
+
+@dataclass
+class Rollout:
+    """One agent's responses to the prompts of this process, all tensors on the CPU.
+
+    Attributes:
+        prompt_ids: R tensors (P_i,), the prompts in the agent's own template and tokens.
+        completion_ids: R tensors (T_i,), the exact sampled tokens.
+        texts: R responses as text, without special tokens.
+        finished: R flags, True when the response ended itself by an end token.
+        masked: R flags, True when `mask_truncated_completions` takes the response out of every loss.
+        logp_sums: (R,) sum of the response's log-probabilities under the weights that sampled it; None when no other
+            agent needs it.
+        per_token: name -> R tensors (T_i,) or (1,): what TRL computed for the own loss ("ref_per_token_logps",
+            "old_per_token_logps", "importance_sampling_ratio").
+        rewards: (B * G,) rewards of **all** processes, NaN for unscorable responses.
+    """
+
+    prompt_ids: list[Tensor]
+    completion_ids: list[Tensor]
+    texts: list[str]
+    finished: list[bool]
+    masked: list[bool]
+    logp_sums: Tensor | None
+    per_token: dict[str, list[Tensor]]
+    rewards: Tensor
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass
+class Row:
+    """One response as one learner sees it.
+
+    Attributes:
+        source: index of the agent that wrote it.
+        prompt_ids: (P,) in the learner's tokens.
+        completion_ids: (T,) in the learner's tokens, T >= 1.
+        advantage: its advantage for this learner.
+        coefficient: capability discrepancy coefficient c(learner <- source).
+        source_logp: mean log-probability that the ratio compares with.
+        masked: True when the row must not act on any loss.
+        per_token: see `Rollout.per_token`; empty for peers' responses.
+    """
+
+    source: int
+    prompt_ids: Tensor
+    completion_ids: Tensor
+    advantage: float = 0.0
+    coefficient: float = 1.0
+    source_logp: float = 0.0
+    masked: bool = False
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass
+class EncodedResponses:
+    """Peers' texts in a learner's tokens.
+
+    Attributes:
+        ids: R lists of ids, cut to the learner's limit.
+        lengths: R token counts before the cut.
+        unreadable: R flags, True for a text that the learner's tokens cannot hold.
+    """
+
+    ids: list[list[int]]
+    lengths: list[int]
+    unreadable: list[bool]
+
+    @property
+    def overflowing(self) -> list[bool]:
+        """R flags, True for a response longer than the learner's limit."""
+        return [length > len(ids) for length, ids in zip(self.lengths, self.ids, strict=True)]
+
+
+def encode_responses(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], finished: Sequence[bool], end_id: int, max_length: int
+) -> EncodedResponses:
+    """Reads other agents' responses in a learner's own tokens.
+
+    A finished response ends on the learner's own end token, or the learner would never learn to stop. Text that looks
+    like a special token is taken as plain text. A text is unreadable when it holds broken UTF-8 or when the learner's
+    tokens do not give it back (unknown or dropped characters; whitespace and Unicode normalisation may differ).
+
+    Args:
+        tokenizer: the learner's.
+        texts: R responses without special tokens.
+        finished: R flags, see `Rollout.finished`.
+        end_id: the learner's end token, see `end_of_response_id`.
+        max_length: the learner's longest response, in tokens, at least 1.
+    """
+    if not texts:
+        return EncodedResponses([], [], [])
+    encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    decoded = tokenizer.batch_decode(encoded, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    unknown = tokenizer.unk_token_id
+    ids, lengths, unreadable = [], [], []
+    for text, tokens, back, done in zip(texts, encoded, decoded, finished, strict=True):
+        has_unknown = unknown is not None and unknown != end_id and unknown in tokens
+        unreadable.append(has_unknown or _REPLACEMENT in text or not _same_text(text, back))
+        tokens = [*tokens, end_id] if done else tokens
+        lengths.append(len(tokens))
+        ids.append(tokens[:max_length])
+    return EncodedResponses(ids, lengths, unreadable)
+
+
+def _same_text(text: str, back: str) -> bool:
+    if text == back:
+        return True
+
+    def letters(s: str) -> str:
+        return "".join(unicodedata.normalize("NFKC", s).split())
+
+    return letters(text) == letters(back)
+
+
+def end_of_response_id(
+    tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], *, conversational: bool, template_kwargs: dict
+) -> int:
+    """The token that ends a response of this agent.
+
+    For chats it is the end token that the agent's chat template puts behind an assistant's message (Gemma's is not
+    the tokenizer's EOS token); where the template shows none, and for plain prompts, the tokenizer's EOS token.
+
+    Args:
+        tokenizer: the agent's.
+        end_ids: every id that ends a generation of this agent.
+        conversational: whether prompts are chats.
+        template_kwargs: further arguments of the chat template.
+    """
+    if conversational:
+        marker = "marker"
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
+        rendered = tokenizer.apply_chat_template(chat, tokenize=False, **template_kwargs)
+        tail = rendered[rendered.rfind(marker) + len(marker) :]
+        for token in tokenizer(tail, add_special_tokens=False)["input_ids"]:
+            if token in end_ids:
+                return token
+    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else end_ids[0]
+
+
+def own_rows(rollout: Rollout, source: int, advantages: Tensor) -> list[Row]:
+    """A learner's own responses, token by token as sampled.
+
+    Args:
+        rollout: the learner's own.
+        source: the learner's index.
+        advantages: (R,).
+    """
+    rows = []
+    for i in range(len(rollout)):
+        length = len(rollout.completion_ids[i])
+        logp = 0.0 if rollout.logp_sums is None else rollout.logp_sums[i].item() / max(length, 1)
+        rows.append(
+            Row(
+                source=source,
+                prompt_ids=rollout.prompt_ids[i],
+                completion_ids=rollout.completion_ids[i],
+                advantage=advantages[i].item(),
+                source_logp=logp,
+                masked=rollout.masked[i],
+                per_token={name: values[i] for name, values in rollout.per_token.items()},
+            )
+        )
+    return rows
+
+
+def peer_rows(
+    rollout: Rollout,
+    encoded: EncodedResponses,
+    prompt_ids: Sequence[Tensor],
+    source: int,
+    advantages: Tensor,
+    coefficient: float,
+    *,
+    pad_id: int,
+    shared_length: bool = False,
+    drop_overflowing: bool = False,
+) -> list[Row]:
+    """A peer's responses for a learner. What cannot be used keeps its row, with advantage 0.
+
+    Args:
+        rollout: the peer's.
+        encoded: its texts in the learner's tokens.
+        prompt_ids: R prompts in the learner's tokens.
+        source: the peer's index.
+        advantages: (R,) for this learner.
+        coefficient: c(learner <- peer).
+        pad_id: stands for a response without any token.
+        shared_length: divide the peer's summed log-probability by the learner's token count instead of the peer's.
+        drop_overflowing: give a response beyond the learner's limit no advantage instead of cutting it.
+    """
+    rows = []
+    for i in range(len(rollout)):
+        own_length = max(len(rollout.completion_ids[i]), 1)
+        length = max(encoded.lengths[i], 1) if shared_length else own_length
+        empty = not encoded.ids[i]
+        overflows = encoded.lengths[i] > len(encoded.ids[i])
+        unusable = empty or rollout.masked[i] or encoded.unreadable[i] or (drop_overflowing and overflows)
+        rows.append(
+            Row(
+                source=source,
+                prompt_ids=prompt_ids[i],
+                completion_ids=torch.tensor(encoded.ids[i] or [pad_id], dtype=torch.long),
+                advantage=0.0 if unusable else advantages[i].item(),
+                coefficient=coefficient,
+                source_logp=rollout.logp_sums[i].item() / length,
+                masked=empty,
+            )
+        )
+    return rows
+
+
+def plan_round(
+    own: Sequence[Row],
+    peers: Sequence[Row],
+    *,
+    rows_per_step: int,
+    steps_per_update: int,
+    iterations: int = 1,
+    own_first: bool = True,
+    skip_silent: bool = True,
+    agree: Callable[[list[int]], list[int]] = lambda counts: counts,
+) -> list[list[Row]]:
+    """Orders a learner's rows of a round into micro-batches.
+
+    The own responses come shuffled and first, then those of all peers, shuffled; or all are shuffled together. An
+    update takes `steps_per_update` micro-batches of `rows_per_step` rows. Within an update the rows are sorted by
+    length, so that little is padded. A peer's row without advantage has no gradient: with `skip_silent` such rows
+    are left out, and what is left of the update stands in its last micro-batches (the first ones are empty lists).
+
+    Args:
+        own: R rows.
+        peers: (N - 1) * R rows, or none.
+        rows_per_step: rows of a micro-batch; R must be a multiple of rows_per_step * steps_per_update.
+        steps_per_update: micro-batches of an update.
+        iterations: passes over all rows.
+        own_first: see above.
+        skip_silent: see above.
+        agree: takes the number of micro-batches that every update needs here and returns how many it needs on all
+            processes (the maximum): all must run the same number of passes.
+
+    Returns:
+        Micro-batches in order; every `steps_per_update` of them make an update. An update has at least one with rows.
+    """
+    own = [own[i] for i in torch.randperm(len(own)).tolist()]
+    # Drawing for peers must not move the random numbers of a lone agent: N = 1 equals TRL's GRPOTrainer
+    rest = [peers[i] for i in torch.randperm(len(peers)).tolist()] if peers else []
+    ordered = own + rest
+    if rest and not own_first:
+        ordered = [ordered[i] for i in torch.randperm(len(ordered)).tolist()]
+
+    per_update = rows_per_step * steps_per_update
+    updates = [ordered[i : i + per_update] for i in range(0, len(ordered), per_update)]
+    own_source = own[0].source if own else None
+
+    def is_silent(row: Row) -> bool:
+        return skip_silent and row.source != own_source and row.advantage == 0.0
+
+    needed = agree([-(-sum(not is_silent(row) for row in update) // rows_per_step) for update in updates])
+    plan: list[list[Row]] = []
+    for update, steps in zip(updates, needed, strict=True):
+        steps = max(steps, 1)
+        rows = sorted(update, key=is_silent)[: steps * rows_per_step]  # stable: silent rows only fill up
+        if steps_per_update > 1:
+            rows.sort(key=len, reverse=True)
+        batches = [rows[i : i + rows_per_step] for i in range(0, len(rows), rows_per_step)]
+        plan += [[] for _ in range(steps_per_update - len(batches))] + batches
+    return plan * iterations
+
+
+def collate(rows: Sequence[Row], *, learner: int, pad_id: int, device: torch.device | str = "cpu") -> dict:
+    """A micro-batch, padded to its own longest prompt and response.
+
+    Args:
+        rows: R rows.
+        learner: the learner's index.
+        pad_id: fills the padding.
+        device: where the tensors go.
+
+    Returns:
+        prompt_ids, prompt_mask (R, P) padded on the left; completion_ids, completion_mask (R, T) padded on the right;
+        advantages, coefficient, source_logp, is_own, source (R,); and each entry of `Row.per_token` that all rows
+        have, (R, T) or (R, 1). Rows without such an entry (peers') get zeros when others have it.
+    """
+    prompts = [row.prompt_ids for row in rows]
+    completions = [row.completion_ids for row in rows]
+    batch = {
+        "prompt_ids": pad_sequence(prompts, batch_first=True, padding_value=pad_id, padding_side="left"),
+        "prompt_mask": pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True, padding_side="left"),
+        "completion_ids": pad_sequence(completions, batch_first=True, padding_value=pad_id),
+        "completion_mask": pad_sequence(
+            [torch.full_like(row.completion_ids, 0 if row.masked else 1) for row in rows], batch_first=True
+        ),
+        "advantages": torch.tensor([row.advantage for row in rows]),
+        "coefficient": torch.tensor([row.coefficient for row in rows]),
+        "source_logp": torch.tensor([row.source_logp for row in rows]),
+        "source": torch.tensor([row.source for row in rows]),
+    }
+    batch["is_own"] = batch["source"] == learner
+    for name in sorted({name for row in rows for name in row.per_token}):
+        values = [row.per_token.get(name, torch.zeros(1)) for row in rows]
+        batch[name] = pad_sequence(values, batch_first=True)
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,258 @@
+"""Checks and puts in order what a user passes for a team of agents, before any weights are loaded."""
+
+import copy
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.processing_utils import ProcessorMixin
+from trl.data_utils import is_conversational
+from trl.trainer.utils import get_config_model_id
+
+from .config import HACPOConfig
+
+
+def per_agent(value: Any, num_agents: int, name: str, *, default: Any = None) -> list[Any]:
+    """One value per agent from a single value for all or a list.
+
+    Raises:
+        ValueError: when a list has another length.
+    """
+    if isinstance(value, list):
+        if len(value) != num_agents:
+            raise ValueError(f"{name} lists {len(value)} values for {num_agents} agents; give one for each, or one.")
+        return list(value)
+    return [default if value is None else value] * num_agents
+
+
+def resolve_names(models: Sequence[Any], agent_names: Sequence[str] | None) -> list[str]:
+    """Names of the agents: as given, or the last part of each model's id, numbered where models are alike.
+
+    Raises:
+        ValueError: for names that are equal, empty, or no good as a folder.
+    """
+    if agent_names is None:
+        ids = [model if isinstance(model, str) else get_config_model_id(model.config) for model in models]
+        names = [re.sub(r"[^A-Za-z0-9._-]+", "-", str(i).rstrip("/").split("/")[-1]).strip(".-") for i in ids]
+        names = [name or f"agent-{i}" for i, name in enumerate(names)]
+        counts = {name: names.count(name) for name in names}
+        seen: dict[str, int] = {}
+        for i, name in enumerate(names):
+            if counts[name] > 1:
+                seen[name] = seen.get(name, 0) + 1
+                names[i] = f"{name}-{seen[name]}"
+        agent_names = names
+    names = list(agent_names)
+    if len(names) != len(models):
+        raise ValueError(f"agent_names has {len(names)} names for {len(models)} models; give one for each.")
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", str(name)):
+            raise ValueError(
+                f"agent name {name!r} cannot be a folder: use letters, digits, '.', '_' and '-', e.g. "
+                f"{re.sub(r'[^A-Za-z0-9._-]+', '-', str(name)).strip('.-') or 'agent'!r}."
+            )
+    double = sorted({name for name in names if [n.lower() for n in names].count(name.lower()) > 1})
+    if double:
+        raise ValueError(
+            f"agent_names must differ (also on file systems that ignore case), but {', '.join(double)} stand twice; "
+            f"try {', '.join(f'{name}-{i + 1}' for i, name in enumerate(names))}."
+        )
+    return names
+
+
+def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[HACPOConfig]) -> None:
+    """Finds out whether every model is there, from its small config file alone.
+
+    Raises:
+        ValueError: naming every model that cannot be loaded.
+    """
+    if not models:
+        raise ValueError("models is empty; give at least one model, e.g. models=['Qwen/Qwen3-1.7B-Base'].")
+    objects = [id(model) for model in models if not isinstance(model, str)]
+    if len(set(objects)) < len(objects):
+        raise ValueError(
+            "models holds the same model object twice, and both agents would train the same weights. Pass its path "
+            "twice, or a copy.deepcopy of it."
+        )
+    problems = []
+    for model, name, args in zip(models, names, configs, strict=True):
+        if not isinstance(model, str):
+            continue
+        kwargs = args.model_init_kwargs or {}
+        try:
+            AutoConfig.from_pretrained(
+                model,
+                revision=kwargs.get("revision"),
+                trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
+            )
+        except Exception as error:  # whatever it is, it is this model's problem and is told as such
+            problems.append(f"- {name}: {model!r}: {str(error).strip().splitlines()[0]}")
+    if problems:
+        raise ValueError(
+            "These models cannot be loaded (nothing was loaded yet); check the spelling of ids and paths, and access "
+            "rights on the Hub:\n" + "\n".join(problems)
+        )
+
+
+def load_tokenizers(
+    models: Sequence[Any],
+    processing_classes: Sequence[PreTrainedTokenizerBase | None],
+    names: Sequence[str],
+    configs: Sequence[HACPOConfig],
+) -> list[PreTrainedTokenizerBase]:
+    """The tokenizer of every agent, each with an end and a padding token.
+
+    Raises:
+        ValueError: for a processor of images, a tokenizer that is not there, or one without an end token.
+    """
+    tokenizers = []
+    for model, tokenizer, name, args in zip(models, processing_classes, names, configs, strict=True):
+        if isinstance(tokenizer, ProcessorMixin):
+            raise ValueError(
+                f"agent {name!r}: processors of images are not supported, since responses are exchanged as text. Pass "
+                "its tokenizer: processing_classes=[processor.tokenizer, ...]."
+            )
+        if tokenizer is None:
+            path = model if isinstance(model, str) else get_config_model_id(model.config)
+            if not path:
+                raise ValueError(
+                    f"agent {name!r}: the model object comes from no path, so its tokenizer cannot be found. Pass "
+                    "processing_classes=[tokenizer, ...]."
+                )
+            kwargs = args.model_init_kwargs or {}
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    path,
+                    revision=kwargs.get("revision"),
+                    truncation_side="left",
+                    padding_side="left",
+                    trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
+                )
+            except Exception as error:
+                raise ValueError(f"agent {name!r}: no tokenizer could be loaded from {path!r}: {error}") from error
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"agent {name!r}: its tokenizer has no end token, so no response could ever end. Set one of its "
+                "vocabulary, e.g. tokenizer.eos_token = '</s>'."
+            )
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizers.append(tokenizer)
+    return tokenizers
+
+
+def check_dataset(
+    train_dataset: Any, tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str], args: HACPOConfig
+) -> None:
+    """Looks at the columns and the first prompt.
+
+    Raises:
+        TypeError: for something that is no data set.
+        ValueError: for a data set without prompts, with too few of them, with images or with chats that a tokenizer
+            has no template for.
+    """
+    if not isinstance(train_dataset, (Dataset, IterableDataset)):
+        raise TypeError(
+            f"train_dataset must be a datasets.Dataset or IterableDataset, got {type(train_dataset).__name__}. A list "
+            "of dicts becomes one by datasets.Dataset.from_list(rows)."
+        )
+    columns = train_dataset.column_names
+    if columns is not None and "prompt" not in columns:
+        raise ValueError(
+            f"train_dataset has no column 'prompt', only {', '.join(columns) or 'none'}. Rename the column that holds "
+            "the problem: dataset.rename_column('problem', 'prompt')."
+        )
+    images = sorted({"image", "images"} & set(columns or ()))
+    if images:
+        raise ValueError(f"train_dataset has the column {images[0]!r}: images are not supported. Remove the column.")
+    if isinstance(train_dataset, Dataset):
+        needed = args.generation_batch_size // args.num_generations
+        if len(train_dataset) < needed:
+            raise ValueError(
+                f"train_dataset has {len(train_dataset)} prompts, but a round takes {needed} "
+                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use "
+                "more prompts or smaller rounds."
+            )
+    first = next(iter(train_dataset))
+    if is_conversational(first):
+        for tokenizer, name in zip(tokenizers, names, strict=True):
+            if tokenizer.chat_template is None:
+                raise ValueError(
+                    f"The prompts are chats, but the tokenizer of agent {name!r} has no chat template. Set "
+                    "tokenizer.chat_template, or use plain text prompts."
+                )
+    elif not isinstance(first["prompt"], str):
+        raise ValueError(
+            f"The first prompt is of type {type(first['prompt']).__name__}; use a text, or a chat "
+            '[{"role": "user", "content": "..."}].'
+        )
+
+
+def resolve_optimizers(optimizers: Any, num_agents: int) -> list[tuple[tuple[Any, Any], tuple[type, dict] | None]]:
+    """What each agent gets: (optimizer, scheduler), and a class with arguments to build an optimizer from.
+
+    Args:
+        optimizers: None; (optimizer class, keyword arguments) for all; or one such pair or one (optimizer, scheduler)
+            per agent.
+        num_agents: N.
+
+    Raises:
+        ValueError: for one optimizer object for several agents.
+    """
+    is_class = isinstance(optimizers, tuple) and len(optimizers) == 2 and isinstance(optimizers[0], type)
+    if isinstance(optimizers, tuple) and optimizers[0] is not None and not is_class and num_agents > 1:
+        raise ValueError(
+            "optimizers is one (optimizer, scheduler), but an optimizer object belongs to one agent's weights. Pass "
+            "a list with one for each agent, or (optimizer class, arguments) for all: (torch.optim.SGD, {'lr': 0.1})."
+        )
+    result = []
+    for pair in per_agent(optimizers, num_agents, "optimizers", default=(None, None)):
+        pair = (None, None) if pair is None else pair
+        if isinstance(pair[0], type):
+            result.append(((None, None), (pair[0], dict(pair[1] or {}))))
+        else:
+            result.append((pair, None))
+    return result
+
+
+def resolve_peft_configs(peft_configs: Any, models: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """A copy of the adapter configuration for each agent: PEFT writes the base model's name into it.
+
+    Raises:
+        ValueError: for an adapter on top of a model that has one.
+    """
+    result = []
+    for config, model, name in zip(per_agent(peft_configs, len(models), "peft_configs"), models, names, strict=True):
+        if config is not None and not isinstance(model, str) and is_peft_model(model):
+            raise ValueError(
+                f"agent {name!r} is a PeftModel already, and peft_configs holds another adapter for it. Put None in "
+                "its place: peft_configs=[None, ...]."
+            )
+        result.append(copy.deepcopy(config))
+    return result
+
+
+def refuse(**unsupported: Any) -> None:
+    """Refuses what GRPOTrainer takes and shared rollouts cannot have.
+
+    Raises:
+        ValueError: for anything that is set.
+    """
+    reasons = {
+        "tools": "a tool's output is tied to the tokens of the agent that called it, and cannot be exchanged as text",
+        "environment_factory": "an environment's turns are tied to the agent that played them",
+        "rollout_func": "the trainer has to know the exact tokens and probabilities of what each agent samples",
+    }
+    for name, value in unsupported.items():
+        if value:
+            raise ValueError(f"{name} is not supported: {reasons[name]}. Train such an agent with TRL's GRPOTrainer.")
+
+
+def warn_if_alone(names: Sequence[str], args: HACPOConfig) -> None:
+    """Says when a setting of the team cannot act because there is one agent only."""
+    if len(names) == 1 and args.method == "naive":
+        warnings.warn("method='naive' with one agent is GSPO: there is nobody to share with.", stacklevel=4)

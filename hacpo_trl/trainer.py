@@ -1,0 +1,467 @@
+"""HACPOTrainer: the leader of a team of agents."""
+
+import math
+import os
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import rotate_checkpoints
+from trl import GRPOTrainer
+
+from .agent import HACPOAgent
+from .capability import CapabilityTracker
+from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
+from .config import HACPOConfig
+from .objective import capability_aware_advantages
+from .rollouts import Rollout
+from .team import (
+    check_dataset,
+    check_models,
+    load_tokenizers,
+    per_agent,
+    refuse,
+    resolve_names,
+    resolve_optimizers,
+    resolve_peft_configs,
+    warn_if_alone,
+)
+
+
+class HACPOTrainer(HACPOAgent):
+    """Changes in HACPOAgent: it is agent 0, and leads the others through rounds of sampling and updating.
+
+    Its loop is that of `transformers.Trainer`. At the first step of a round every agent samples; then, with each of
+    its own steps, it moves the peers on. Saving, evaluating and stopping wait for the end of the round.
+
+    Args:
+        models: one per agent: a Hub id, a folder, a model object or a PeftModel.
+        reward_funcs: see `GRPOTrainer`: functions (sync or async), reward models, or a list of them. Every response
+            is graded once.
+        args: settings, by default `HACPOConfig("hacpo_output")`.
+        train_dataset: prompts in the column "prompt" (texts or chats); all other columns go to the reward functions.
+        eval_dataset: see `GRPOTrainer`; every agent is evaluated alone.
+        processing_classes: tokenizers, one per agent; None (also in the list) loads the model's.
+        reward_processing_classes: see `GRPOTrainer`.
+        callbacks: see `Trainer`; they see the leader's steps, and the logs of all agents.
+        optimizers: (optimizer class, arguments) for all, or a list with such a pair or an (optimizer, scheduler) for
+            each agent.
+        quantization_configs: one for all or one per agent.
+        peft_configs: one for all or one per agent, None for full training.
+        agent_names: names in logs and folders; by default from the models' ids.
+
+    Raises:
+        ValueError: for what cannot work, before any weights are loaded.
+    """
+
+    def __init__(
+        self,
+        models: list[Any],
+        reward_funcs: Any,
+        args: HACPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_classes: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: Any = None,
+        quantization_configs: Any = None,
+        peft_configs: Any = None,
+        agent_names: list[str] | None = None,
+        *,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ):
+        refuse(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        models = list(models) if isinstance(models, (list, tuple)) else [models]
+        args = HACPOConfig("hacpo_output") if args is None else args
+        names = resolve_names(models, agent_names)
+        args.check_agents(names)
+        warn_if_alone(names, args)
+        configs = [args.for_agent(name, leader=i == 0) for i, name in enumerate(names)]
+        if args.push_to_hub:
+            raise ValueError(
+                "push_to_hub=True is not supported yet: save_model() writes a folder for every agent, which "
+                "huggingface_hub.upload_folder uploads as it is."
+            )
+        count = len(models)
+        adapters = resolve_peft_configs(peft_configs, models, names)
+        quantizations = per_agent(quantization_configs, count, "quantization_configs")
+        optimizers = resolve_optimizers(optimizers, count)
+        check_models(models, names, configs)
+        tokenizers = load_tokenizers(
+            models, per_agent(processing_classes, count, "processing_classes"), names, configs
+        )
+        check_dataset(train_dataset, tokenizers, names, args)
+
+        if args.max_rounds > 0:
+            configs[0].max_steps = args.max_rounds * args.updates_per_round(count)
+        self.agents: list[HACPOAgent] = [self]
+        self.capability = CapabilityTracker(
+            count,
+            args.capability_window,
+            args.capability_metric,
+            ratio_bounds=tuple(args.capability_ratio_bounds),
+        )
+        self._skip_epochs = 0
+        self._waiting: set[str] = set()
+        self._checkpoint_dir: str | None = None
+        self._eval_prefix = ""
+        self._peer_evaluations: dict[str, dict[str, float]] = {}
+
+        def arguments(i: int) -> dict[str, Any]:
+            return {
+                "train_dataset": train_dataset,
+                "eval_dataset": eval_dataset,
+                "processing_class": tokenizers[i],
+                "optimizers": optimizers[i][0],
+                "quantization_config": quantizations[i],
+                "peft_config": adapters[i],
+                "agent_name": names[i],
+                "agent_index": i,
+                "num_agents": count,
+            }
+
+        reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
+        super().__init__(
+            models[0],
+            reward_funcs,
+            configs[0],
+            callbacks=callbacks,
+            reward_processing_classes=reward_processing_classes,
+            **arguments(0),
+        )
+        for i in range(1, count):
+            # Reward models were loaded and prepared by the leader: all agents grade with the same objects
+            peer = HACPOAgent(
+                models[i],
+                list(self.reward_funcs),
+                configs[i],
+                reward_processing_classes=list(self.reward_processing_classes),
+                **arguments(i),
+            )
+            peer.remove_callback(DefaultFlowCallback)
+            self.agents.append(peer)
+        for agent, (_, optimizer_class) in zip(self.agents, optimizers, strict=True):
+            if optimizer_class is not None:
+                agent.optimizer_cls_and_kwargs = optimizer_class
+
+    @property
+    def agent_names(self) -> list[str]:
+        """The names of all agents, the leader's first."""
+        return [agent.agent_name for agent in self.agents]
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    # HACPOAgent takes the loop out of `train`; the leader has it again
+    _inner_training_loop = GRPOTrainer._inner_training_loop
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """See `Trainer.train`. A resumed run continues exactly.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest in `output_dir`.
+            **kwargs: see `Trainer.train`.
+
+        Raises:
+            ValueError: when the checkpoint is not whole or is one of other agents.
+        """
+        self._skip_epochs = 0
+        self._step = 0
+        self._waiting.clear()
+        if resume_from_checkpoint:
+            resume_from_checkpoint, state = check_checkpoint(resume_from_checkpoint, self)
+            self.capability.load_state_dict(state["capability"])
+            self._skip_epochs = self._finished_epochs(state["global_step"])
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _finished_epochs(self, global_step: int) -> int:
+        if not isinstance(self.train_dataset, Dataset):
+            return 0
+        rounds = len(self.train_dataset) // (self.args.generation_batch_size // self.num_generations)
+        return global_step // (rounds * self.updates_per_round)
+
+    @property
+    def updates_per_round(self) -> int:
+        """Optimizer updates of the leader in one round."""
+        return self.args.updates_per_round(self.num_agents)
+
+    def get_train_dataloader(self):
+        # A round has as many micro-batches for every source, and all of them are taken from the same prompts
+        sources = self.num_agents if self.args.shares_rollouts else 1
+        iterations = self.num_iterations
+        self.num_iterations = iterations * sources
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.num_iterations = iterations
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        if self.shuffle_dataset:
+            for _ in range(self._skip_epochs):  # the orders of the epochs that a resumed run has behind it
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        result = super()._prepare_for_training(
+            max_steps, train_dataloader, self._folder(resume_from_checkpoint, self.agent_name)
+        )
+        rounds = max_steps / self.updates_per_round
+        for peer in self.agents[1:]:
+            updates = math.ceil(rounds * peer.args.updates_per_round(self.num_agents))
+            peer.make_ready(updates, self._folder(resume_from_checkpoint, peer.agent_name))
+        return result
+
+    @staticmethod
+    def _folder(checkpoint: str | None, name: str) -> str | None:
+        return None if checkpoint is None else os.path.join(checkpoint, name)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        position = self._step % self.steps_per_round
+        if position == 0:
+            self._start_round(inputs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        for peer in self.agents[1:]:
+            peer.run_until((position + 1) * peer.steps_per_round // self.steps_per_round)
+        return loss
+
+    def _start_round(self, inputs: list[dict[str, Any]]) -> None:
+        rollouts = [agent.sample(inputs) for agent in self.agents]
+        generations = self.num_generations
+        rewards = torch.stack([rollout.rewards for rollout in rollouts]).view(self.num_agents, -1, generations)
+        self.capability.update(rewards)
+        self._check_max_reward(rewards)
+
+        advantages = self._advantages(rewards)  # (N learners, N sources, B * G)
+        local = len(rollouts[0])
+        start = self.accelerator.process_index * local
+        coefficients = 1.0 / self.capability.ratios()  # (N learners, N sources)
+        if self.args.method != "hacpo" or not self.args.capability_coefficient:
+            coefficients = torch.ones_like(coefficients)
+        for k, agent in enumerate(self.agents):
+            agent.open_round()
+            agent._logs["advantages"].clear()
+            agent._logs["advantages"].extend(advantages[k, k].tolist())
+            shares = agent.begin_round(rollouts, advantages[k][:, start : start + local], coefficients[k])
+            self._log_round(agent, rollouts, shares)
+
+    def _advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """(N learners, N sources, B * G) from rewards (N, B, G); without sharing only each agent's own are not 0."""
+        args = self.args
+        common = {"epsilon": args.advantage_epsilon, "max_reward": max(args.max_reward, _largest(rewards))}
+        if args.shares_rollouts:
+            advantages = capability_aware_advantages(
+                rewards,
+                self.capability.capabilities.to(rewards),
+                ratio_bounds=self.capability.ratio_bounds,
+                baseline="pooled" if args.method == "naive" else args.baseline,
+                reward_variances=self.capability.reward_variances.to(rewards),
+                **common,
+            )
+        else:
+            advantages = rewards.new_zeros(self.num_agents, *rewards.shape)
+            for k in range(self.num_agents):
+                own = rewards[k : k + 1]
+                advantages[k, k] = capability_aware_advantages(own, own.new_ones(1), **common)[0, 0]
+        if args.peer_advantages == "positive" and args.shares_rollouts:
+            own = torch.eye(self.num_agents, dtype=torch.bool)[:, :, None, None]
+            advantages = torch.where(own, advantages, advantages.clamp(min=0))
+        return advantages.flatten(2)
+
+    def _check_max_reward(self, rewards: torch.Tensor) -> None:
+        if _largest(rewards) > self.args.max_reward:
+            self._warn_once(
+                f"A response got the reward {_largest(rewards):g}, above max_reward={self.args.max_reward:g}. Set "
+                "max_reward to the largest reward that a response can have: it bounds the baseline."
+            )
+
+    # -- the end of a round ---------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self._wait_for_the_round()
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _wait_for_the_round(self) -> None:
+        """Puts off saving, evaluating and stopping until all agents have learned from the whole pool."""
+        inside = self.state.global_step % self.updates_per_round != 0
+        for flag in ("should_save", "should_evaluate", "should_training_stop", "should_epoch_stop"):
+            if inside and getattr(self.control, flag):
+                setattr(self.control, flag, False)
+                self._waiting.add(flag)
+            elif not inside and flag in self._waiting:
+                setattr(self.control, flag, True)
+                self._waiting.discard(flag)
+
+    # -- logs -----------------------------------------------------------------------------------------------------
+
+    def _log_round(self, agent: HACPOAgent, rollouts: list[Rollout], shares: dict[tuple[int, str], float]) -> None:
+        metrics = agent._metrics["train"]
+        metrics["capability"].append(self.capability.capabilities[agent.agent_index].item())
+        for (source, name), value in shares.items():
+            self._metrics["train"][f"{self._pair(source, agent.agent_index)}/{name}"].append(value)
+
+    def _pair(self, source: int, learner: int) -> str:
+        return f"pair/{self.agents[source].agent_name}->{self.agents[learner].agent_name}"
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs all agents at once: "<agent>/<metric>", "pair/<source>-><learner>/<metric>", and the team's means.
+
+        Args:
+            logs: what the loop measured of the leader.
+            start_time: see `Trainer.log`.
+        """
+        mode = "train" if self.model.training else "eval"
+        gathered = self._gather_train_metrics(logs) if mode == "train" else self._gather_eval_metrics(logs)
+        self._metrics[mode].clear()
+        self._metrics[mode].update(gathered)
+        super().log(logs, start_time)
+
+    def _gather_train_metrics(self, logs: dict[str, float]) -> dict[str, list[float]]:
+        own = self._metrics["train"]
+        pairs = {key: own.pop(key) for key in list(own) if key.startswith("pair/")}
+        for key in ("loss", "grad_norm", "learning_rate"):
+            if key in logs and "train_runtime" not in logs:
+                own[key] = [logs.pop(key)]
+        gathered: dict[str, list[float]] = {}
+        sums: dict[str, list[float]] = {}
+        seconds: dict[str, float] = {}
+        for agent in self.agents:
+            metrics = agent._metrics["train"]
+            for j, stats in enumerate(agent.drain_statistics()):
+                for key, value in stats.items():
+                    if j == agent.agent_index:
+                        metrics[key] = [value]
+                    else:
+                        pairs.setdefault(f"{self._pair(j, agent.agent_index)}/{key}", []).append(value)
+            for key in ("loss", "reward"):
+                if metrics.get(key):
+                    sums.setdefault(key, []).append(_nanmean(metrics[key]))
+            for key, value in agent.timings.items():
+                metrics[f"time/{key}"] = [value]
+                seconds[key] = seconds.get(key, 0.0) + value
+            agent.timings.clear()
+            gathered.update({f"{agent.agent_name}/{key}": values for key, values in metrics.items() if values})
+            if agent is not self:
+                metrics.clear()
+                agent.state.epoch = self.state.epoch
+                if agent.log_completions:
+                    agent.log({})  # writes its table of completions
+        team = {key: [_nanmean(values)] for key, values in sums.items()}
+        team.update({f"time/{key}": [value] for key, value in seconds.items()})
+        return {**team, **gathered, **pairs}
+
+    def _gather_eval_metrics(self, logs: dict[str, float]) -> dict[str, list[float]]:
+        prefix = self._eval_prefix
+        own = {key: _nanmean(values) for key, values in self._metrics["eval"].items() if values}
+        if f"eval_{prefix}loss" in logs:
+            own["loss"] = logs.pop(f"eval_{prefix}loss")
+        evaluations = {self.agent_name: own, **self._peer_evaluations} if own else {}
+        gathered = {f"{prefix}{n}/{key}": [v] for n, values in evaluations.items() for key, v in values.items()}
+        rewards = [values["reward"] for values in evaluations.values() if values.get("reward") is not None]
+        return {f"{prefix}reward": [_nanmean(rewards)], **gathered} if rewards else gathered
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Evaluates every agent alone; see `Trainer.evaluate`.
+
+        Returns:
+            "eval_<agent>/<metric>" of all agents and "eval_reward", the team's mean. With several data sets the data
+            set's name stands behind "eval_".
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, dict):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
+        self._peer_evaluations = {}
+        for peer in self.agents[1:]:
+            peer.state.epoch = self.state.epoch
+            logged = peer.evaluate(eval_dataset, ignore_keys, "eval")
+            self._peer_evaluations[peer.agent_name] = {
+                key.removeprefix("eval_"): value
+                for key, value in logged.items()
+                if key.startswith("eval_") and not key.endswith(("runtime", "per_second"))
+            }
+        self._eval_prefix = metric_key_prefix.removeprefix("eval").lstrip("_")
+        self._eval_prefix += "_" if self._eval_prefix else ""
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self._eval_prefix, self._peer_evaluations = "", {}
+
+    # -- saving and loading ---------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes every agent into `output_dir/<name>`, a folder that AutoModelForCausalLM and AutoTokenizer load.
+
+        Args:
+            output_dir: by default the run's.
+        """
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        for agent in self.agents:
+            folder = os.path.join(output_dir, agent.agent_name)
+            save = super().save_model if agent is self else agent.save_model
+            with atomic_folder(folder, self.accelerator) as unfinished:
+                save(unfinished, _internal_call=True)
+            if self.args.should_save and not _internal_call:
+                check_tokenizer(agent.processing_class, folder, agent.agent_name)
+
+    def _get_output_dir(self, trial):
+        return self._checkpoint_dir or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model, trial):
+        run_dir = self._get_output_dir(trial)
+        folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
+        with atomic_folder(folder, self.accelerator) as unfinished:
+            self._checkpoint_dir = os.path.dirname(unfinished)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._checkpoint_dir = None
+            if self.state.best_model_checkpoint == unfinished:
+                self.state.best_model_checkpoint = folder
+            if self.args.should_save:
+                self.state.save_to_json(os.path.join(unfinished, TRAINER_STATE_NAME))
+                write_team_state(unfinished, self)
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=run_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(self._folder(output_dir, self.agent_name))
+        for peer in self.agents[1:]:
+            folder = self._folder(output_dir, peer.agent_name)
+            peer._save_optimizer_and_scheduler(folder)
+            peer._save_scaler(folder)
+            if self.args.should_save:
+                peer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+
+    def _save_scaler(self, output_dir):
+        super()._save_scaler(self._folder(output_dir, self.agent_name))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(self._folder(resume_from_checkpoint, self.agent_name), model)
+
+    def _load_best_model(self):
+        best = self.state.best_model_checkpoint
+        for agent in self.agents:
+            load = super()._load_best_model if agent is self else agent._load_best_model
+            agent.state.best_model_checkpoint = self._folder(best, agent.agent_name)
+            load()
+        self.state.best_model_checkpoint = best
+
+
+def _largest(rewards: torch.Tensor) -> float:
+    finite = rewards[torch.isfinite(rewards)]
+    return finite.max().item() if len(finite) else 0.0
+
+
+def _nanmean(values: list[float]) -> float:
+    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else math.nan
