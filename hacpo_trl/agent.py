@@ -93,7 +93,8 @@ class HACPOAgent(GRPOTrainer):
         per_token = {}
         for name in ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"):
             if name in output:
-                per_token[name] = [v[:n].clone() for v, n in zip(output[name].cpu(), lengths, strict=True)]
+                values = output[name].cpu().expand_as(masks)  # a sequence-level ratio holds for every token
+                per_token[name] = [v[:n].clone() for v, n in zip(values, lengths, strict=True)]
         rollout = Rollout(
             prompt_ids=[
                 ids[mask.bool()]
@@ -288,10 +289,8 @@ class HACPOAgent(GRPOTrainer):
             alpha=args.alpha,
         )
         if "importance_sampling_ratio" in inputs:  # vLLM's sampler against the training weights, own responses only
-            correction = inputs["importance_sampling_ratio"]
-            if correction.size(1) == mask.size(1):
-                correction = (correction * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-            objective = objective * torch.where(written_here, correction.flatten(), torch.ones_like(ratio))
+            correction = (inputs["importance_sampling_ratio"] * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+            objective = objective * torch.where(written_here, correction, torch.ones_like(ratio))
         objective = torch.where(mask.any(-1), objective, logps.sum(-1) * 0.0)
 
         # Sums over a fixed number of rows, not means: a micro-batch may hold fewer rows than another

@@ -47,7 +47,7 @@ _SAMPLER_KEYS = frozenset(
 class HACPOConfig(GRPOConfig):
     """Settings of `HACPOTrainer`: all of TRL's `GRPOConfig`, with the defaults of arXiv 2603.02604, and HACPO's own.
 
-    Defaults that differ from TRL's: `beta=0.001`, `epsilon=3e-4` and `epsilon_high=4e-4` (for `method="grpo"` TRL's
+    Defaults that differ from TRL's: `beta=0.001` with the plain k3 estimator (`use_bias_correction_kl=False`), `epsilon=3e-4` and `epsilon_high=4e-4` (for `method="grpo"` TRL's
     0.2 stays), `loss_type="grpo"`, `importance_sampling_level="sequence"` (for `method="grpo"` "token"),
     `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
     twice `gradient_accumulation_steps`, so that an agent makes two updates on each agent's responses in a round.
@@ -100,6 +100,9 @@ class HACPOConfig(GRPOConfig):
         metadata={"help": "Clip range above 1 of own responses. Default: 4e-4 (GSPO), for method 'grpo' `epsilon`."},
     )
     beta: float = field(default=0.001, metadata={"help": "Weight of the KL divergence on own responses."})
+    use_bias_correction_kl: bool = field(
+        default=False, metadata={"help": "Multiply the KL divergence by the importance ratio (TRL's default is True)."}
+    )
     loss_type: str = field(default="grpo", metadata={"help": "Only 'grpo': the mean over sequences."})
     importance_sampling_level: str = field(
         default="sequence", metadata={"help": "Follows from `method`: 'token' for 'grpo', else 'sequence'."}

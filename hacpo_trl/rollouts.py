@@ -28,7 +28,7 @@ class Rollout:
         masked: R flags, True when `mask_truncated_completions` takes the response out of every loss.
         logp_sums: (R,) sum of the response's log-probabilities under the weights that sampled it; None when no other
             agent needs it.
-        per_token: name -> R tensors (T_i,) or (1,): what TRL computed for the own loss ("ref_per_token_logps",
+        per_token: name -> R tensors (T_i,): what TRL computed for the own loss ("ref_per_token_logps",
             "old_per_token_logps", "importance_sampling_ratio").
         rewards: (B * G,) rewards of **all** processes, NaN for unscorable responses.
     """
@@ -301,8 +301,8 @@ def collate(rows: Sequence[Row], *, learner: int, pad_id: int, device: torch.dev
 
     Returns:
         prompt_ids, prompt_mask (R, P) padded on the left; completion_ids, completion_mask (R, T) padded on the right;
-        advantages, coefficient, source_logp, is_own, source (R,); and each entry of `Row.per_token` that all rows
-        have, (R, T) or (R, 1). Rows without such an entry (peers') get zeros when others have it.
+        advantages, coefficient, source_logp, is_own, source (R,); and every entry of `Row.per_token` that a row has,
+        (R, T), with zeros for rows without it (peers').
     """
     prompts = [row.prompt_ids for row in rows]
     completions = [row.completion_ids for row in rows]
@@ -320,6 +320,6 @@ def collate(rows: Sequence[Row], *, learner: int, pad_id: int, device: torch.dev
     }
     batch["is_own"] = batch["source"] == learner
     for name in sorted({name for row in rows for name in row.per_token}):
-        values = [row.per_token.get(name, torch.zeros(1)) for row in rows]
+        values = [row.per_token.get(name, torch.zeros(len(row.completion_ids))) for row in rows]
         batch[name] = pad_sequence(values, batch_first=True)
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

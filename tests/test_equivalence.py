@@ -1,0 +1,227 @@
+"""What a run must equal: TRL's own trainer for one agent, itself under other micro-batches, a loop over the equations."""
+
+import math
+
+import pytest
+import torch
+from conftest import all_weights, config, dataset, digit_reward, team, weights
+from trl import GRPOConfig, GRPOTrainer
+
+
+def train_with_trl(folder, args, **changes):
+    """The same run by GRPOTrainer."""
+    names = """output_dir use_cpu bf16 gradient_checkpointing report_to disable_tqdm save_strategy logging_steps
+    num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation num_iterations
+    max_completion_length learning_rate adam_epsilon seed beta epsilon epsilon_high loss_type max_steps
+    importance_sampling_level lr_scheduler_type temperature use_bias_correction_kl""".split()
+    settings = {name: getattr(args, name) for name in names}
+    trainer = GRPOTrainer(folder, digit_reward, GRPOConfig(**{**settings, **changes}), dataset())
+    trainer.train()
+    return weights(trainer.model)
+
+
+@pytest.mark.parametrize("method", ["hacpo", "naive", "gspo", "grpo"])
+@pytest.mark.parametrize(("beta", "corrected"), [(0.0, False), (0.1, False), (0.1, True)])
+def test_one_agent_is_trls_trainer(agent_folders, tmp_path, method, beta, corrected):
+    args = config(
+        tmp_path,
+        method=method,
+        beta=beta,
+        use_bias_correction_kl=corrected,
+        advantage_epsilon=1e-4,  # TRL's
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        num_iterations=2,
+        max_rounds=-1,
+        max_steps=8,
+        epsilon=0.2,
+        epsilon_high=0.2,
+    )
+    trainer = team(agent_folders, ["bpe"], args)
+    start = weights(trainer.model)
+    trainer.train()
+    expected = train_with_trl(agent_folders["bpe"], args)
+    assert (weights(trainer.model) - start).abs().max() > 1e-4
+    torch.testing.assert_close(weights(trainer.model), expected, atol=1e-5, rtol=0)
+
+
+def test_one_agent_with_the_papers_clip_range_and_one_update_a_round(agent_folders, tmp_path):
+    args = config(tmp_path, beta=0.001, advantage_epsilon=1e-4, steps_per_generation=1, max_rounds=4)
+    trainer = team(agent_folders, ["char"], args)
+    trainer.train()
+    expected = train_with_trl(agent_folders["char"], args, max_steps=4)
+    torch.testing.assert_close(weights(trainer.model), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("order", ["own_first", "shuffled"])
+def test_micro_batches_sum_to_the_batch(agent_folders, tmp_path, order):
+    results = []
+    for size, accumulation in [(8, 1), (4, 2), (2, 4)]:
+        args = config(
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            num_generations=8,
+            rollout_order=order,
+            beta=0.1,
+            peer_clip_delta=None,
+        )
+        trainer = team(agent_folders, ["char", "bpe"], args)
+        trainer.train()
+        results.append(all_weights(trainer))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_an_agent_with_other_micro_batches_learns_the_same(agent_folders, tmp_path):
+    changed = {"bpe": {"per_device_train_batch_size": 2}}
+    results = []
+    for overrides in (None, changed):
+        trainer = team(
+            agent_folders,
+            ["char", "bpe"],
+            config(tmp_path, gradient_accumulation_steps=2, agent_overrides=overrides, beta=0.1),
+        )
+        trainer.train()
+        results.append(all_weights(trainer))
+    assert trainer.agents[1].args.gradient_accumulation_steps == 4
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_leaving_out_silent_responses_changes_nothing(agent_folders, tmp_path):
+    results = []
+    for skip in (True, False):
+        args = config(
+            tmp_path,
+            skip_silent_responses=skip,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            peer_advantages="positive",
+            peer_clip_delta=None,
+            max_rounds=4,
+        )
+        trainer = team(agent_folders, ["char", "bpe", "mini"], args)
+        trainer.train()
+        results.append(all_weights(trainer))
+        ran = sum(len(batch) for agent in trainer.agents for batch in agent._plan)
+        assert (ran < 3 * 24) == skip
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_peers_move_the_weights(agent_folders, tmp_path):
+    """With the clip off, the result with sharing is another than without."""
+    shared = team(agent_folders, ["char", "bpe"], config(tmp_path, peer_clip_delta=None))
+    alone = team(agent_folders, ["char", "bpe"], config(tmp_path, method="gspo"))
+    shared.train()
+    alone.train()
+    for a, b in zip(all_weights(shared), all_weights(alone), strict=True):
+        assert (a - b).abs().max() > 1e-4
+
+
+def plain_logps(model, prompt, completion, temperature=1.0):
+    """Log-probabilities of a completion, one sequence at a time, without padding."""
+    ids = torch.cat([prompt, completion])[None]
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, completion[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("length_normalization", ["own", "shared"])
+def test_the_update_follows_the_equations(agent_folders, tmp_path, length_normalization):
+    """Gradients of every update of a round against a loop over sequences, scalars and equations."""
+    args = config(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        beta=0.2,
+        peer_clip_delta=0.9,
+        alpha=0.7,
+        temperature=0.8,
+        max_rounds=1,
+        length_normalization=length_normalization,
+        max_grad_norm=0.0,
+    )
+    trainer = team(agent_folders, ["char", "bpe"], args)
+    updates = {0: [], 1: []}
+    rewards, texts = [], []
+
+    for agent in trainer.agents:
+
+        def keep_gradient(agent=agent, super_clip=agent._get_grad_norm):
+            def wrapped(model, grad_norm=None):
+                gradient = torch.cat([p.grad.flatten().double() for p in agent.model.parameters()])
+                state = {name: value.clone() for name, value in agent.model.state_dict().items()}
+                updates[agent.agent_index].append((gradient, state))
+                return super_clip(model, grad_norm)
+
+            return wrapped
+
+        agent._get_grad_norm = keep_gradient()
+
+        def keep_rollout(inputs, agent=agent, sample=agent.sample):
+            rollout = sample(inputs)
+            rewards.append(rollout.rewards)
+            texts.append(rollout)
+            return rollout
+
+        agent.sample = keep_rollout
+    trainer.train()
+
+    pool = torch.stack(rewards).view(2, -1, 4).tolist()  # (N, B, G)
+    rates = [sum(r > 0 for group in agent for r in group) / 8 for agent in pool]
+    per_update = 4
+    for k, agent in enumerate(trainer.agents):
+        reference_model = agent.ref_model
+        assert len(updates[k]) == 4
+        flat_plan = [[row for batch in agent._plan[2 * m : 2 * m + 2] for row in batch] for m in range(4)]
+        for m, (gradient, state) in enumerate(updates[k]):
+            model = agent.model
+            model.load_state_dict(state)
+            model.zero_grad()
+            for row in flat_plan[m]:
+                j = row.source
+                index = next(
+                    i
+                    for i in range(8)
+                    if torch.equal(row.prompt_ids, texts[k].prompt_ids[i])
+                    and _is_response(row, texts[j], i, own=j == k, tokenizer=agent._tokenizer, eos=agent._end_id)
+                )
+                b = index // 4
+                ratio_kj = [min(10.0, max(0.1, max(rates[k], 1e-8) / max(rates[i], 1e-8))) for i in range(2)]
+                everything = [r for i in range(2) for r in pool[i][b]]
+                mean = sum(everything) / 8
+                spread = math.sqrt(sum((r - mean) ** 2 for r in everything) / 7)
+                baseline = sum(ratio_kj[i] * r for i in range(2) for r in pool[i][b]) / 8
+                if baseline > 1:
+                    baseline = sum(pool[k][b]) / 4
+                advantage = (pool[j][b][index % 4] - baseline) / (spread + 1e-6)
+                if max(everything) == min(everything):
+                    advantage = 0.0
+
+                logps = plain_logps(model, row.prompt_ids, row.completion_ids, 0.8)
+                tokens = len(texts[j].completion_ids[index])
+                divisor = len(row.completion_ids) if length_normalization == "shared" else tokens
+                s = torch.exp(logps.mean() - texts[j].logp_sums[index] / divisor)
+                if j == k:
+                    term = torch.min(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+                    with torch.no_grad():
+                        reference = plain_logps(reference_model, row.prompt_ids, row.completion_ids, 0.8)
+                    difference = reference - logps
+                    term = term - 0.2 * (torch.exp(difference) - difference - 1).mean()
+                else:
+                    lower = min(1.0, 1 - 0.9 + m * 0.025)
+                    clipped = s.clamp(lower, 1.0)
+                    term = clipped * clipped.detach() ** 0.7 / ratio_kj[j] * advantage
+                (-term / per_update).backward()
+            expected = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+            torch.testing.assert_close(gradient, expected, atol=2e-6, rtol=1e-3)
+    assert any(row.source != 0 and row.advantage for batch in trainer._plan for row in batch)
+
+
+def _is_response(row, rollout, i, *, own, tokenizer, eos):
+    if own:
+        return torch.equal(row.completion_ids, rollout.completion_ids[i])
+    ids = tokenizer(rollout.texts[i], add_special_tokens=False)["input_ids"] + [eos] * rollout.finished[i]
+    return row.completion_ids.tolist() == ids[:10]
