@@ -1,4 +1,4 @@
-"""What a run must equal: TRL's own trainer for one agent, itself under other micro-batches, a loop over the equations."""
+"""What a run must equal: TRL's trainer for one agent, itself under other micro-batches, the equations in a loop."""
 
 import math
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from conftest import all_weights, config, dataset, digit_reward, team, weights
 from trl import GRPOConfig, GRPOTrainer
+
+import hacpo_trl.agent
 
 
 def train_with_trl(folder, args, **changes):
@@ -129,8 +131,19 @@ def plain_logps(model, prompt, completion, temperature=1.0):
 
 
 @pytest.mark.parametrize("length_normalization", ["own", "shared"])
-def test_the_update_follows_the_equations(agent_folders, tmp_path, length_normalization):
+def test_the_update_follows_the_equations(agent_folders, tmp_path, monkeypatch, length_normalization):
     """Gradients of every update of a round against a loop over sequences, scalars and equations."""
+    origin = {}  # row -> index of the response
+    def remembering(make):
+        def wrapped(*args, **kwargs):
+            rows = make(*args, **kwargs)
+            origin.update({id(row): i for i, row in enumerate(rows)})
+            return rows
+
+        return wrapped
+
+    for name in ("own_rows", "peer_rows"):
+        monkeypatch.setattr(hacpo_trl.agent, name, remembering(getattr(hacpo_trl.agent, name)))
     args = config(
         tmp_path,
         per_device_train_batch_size=2,
@@ -182,12 +195,13 @@ def test_the_update_follows_the_equations(agent_folders, tmp_path, length_normal
             model.zero_grad()
             for row in flat_plan[m]:
                 j = row.source
-                index = next(
-                    i
-                    for i in range(8)
-                    if torch.equal(row.prompt_ids, texts[k].prompt_ids[i])
-                    and _is_response(row, texts[j], i, own=j == k, tokenizer=agent._tokenizer, eos=agent._end_id)
-                )
+                index = origin[id(row)]
+                text = texts[j].texts[index]
+                ids = agent._tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids += [agent._tokenizer.eos_token_id] * texts[j].finished[index]
+                if j != k:
+                    assert row.completion_ids.tolist() == ids[:10]
+                assert torch.equal(row.prompt_ids, texts[k].prompt_ids[index])
                 b = index // 4
                 ratio_kj = [min(10.0, max(0.1, max(rates[k], 1e-8) / max(rates[i], 1e-8))) for i in range(2)]
                 everything = [r for i in range(2) for r in pool[i][b]]
@@ -202,7 +216,7 @@ def test_the_update_follows_the_equations(agent_folders, tmp_path, length_normal
 
                 logps = plain_logps(model, row.prompt_ids, row.completion_ids, 0.8)
                 tokens = len(texts[j].completion_ids[index])
-                divisor = len(row.completion_ids) if length_normalization == "shared" else tokens
+                divisor = len(ids) if length_normalization == "shared" and j != k else tokens
                 s = torch.exp(logps.mean() - texts[j].logp_sums[index] / divisor)
                 if j == k:
                     term = torch.min(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
@@ -218,10 +232,3 @@ def test_the_update_follows_the_equations(agent_folders, tmp_path, length_normal
             expected = torch.cat([p.grad.flatten().double() for p in model.parameters()])
             torch.testing.assert_close(gradient, expected, atol=2e-6, rtol=1e-3)
     assert any(row.source != 0 and row.advantage for batch in trainer._plan for row in batch)
-
-
-def _is_response(row, rollout, i, *, own, tokenizer, eos):
-    if own:
-        return torch.equal(row.completion_ids, rollout.completion_ids[i])
-    ids = tokenizer(rollout.texts[i], add_special_tokens=False)["input_ids"] + [eos] * rollout.finished[i]
-    return row.completion_ids.tolist() == ids[:10]
