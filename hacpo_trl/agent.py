@@ -193,7 +193,7 @@ class HACPOAgent(GRPOTrainer):
                     coefficients[j].item(),
                     pad_id=self._tokenizer.pad_token_id,
                     shared_length=self.args.length_normalization == "shared",
-                    drop_overflowing=self.args.peer_overflow == "drop",
+                    drop_overflowing=self.args.peer_overflow == "drop" or self.mask_truncated_completions,
                 )
         self._plan = plan_round(
             rows,

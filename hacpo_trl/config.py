@@ -49,7 +49,7 @@ class HACPOConfig(GRPOConfig):
 
     Defaults that differ from TRL's: `beta=0.001` with the plain k3 estimator (`use_bias_correction_kl=False`), `epsilon=3e-4` and `epsilon_high=4e-4` (for `method="grpo"` TRL's
     0.2 stays), `loss_type="grpo"`, `importance_sampling_level="sequence"` (for `method="grpo"` "token"),
-    `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
+    `disable_dropout=True`, `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
     twice `gradient_accumulation_steps`, so that an agent makes two updates on each agent's responses in a round.
 
     A *round* is: every agent samples `num_generations` responses to each prompt of the generation batch, then every
@@ -78,7 +78,7 @@ class HACPOConfig(GRPOConfig):
         length_normalization: "own" (the paper: each mean log-probability over the tokens of its own tokenization) or
             "shared" (both sums over the learner's token count).
         peer_overflow: "truncate" or "drop" a peer's response that is longer, in the learner's tokens, than the
-            learner's `max_completion_length`.
+            learner's `max_completion_length`. `mask_truncated_completions` drops it, too.
         skip_silent_responses: leave out the forward and backward pass of peers' responses whose advantage is 0. They
             have no gradient, so the weights stay the same; False runs them all, for complete ratio statistics.
         agent_overrides: other settings for single agents, by name:
@@ -102,6 +102,9 @@ class HACPOConfig(GRPOConfig):
     beta: float = field(default=0.001, metadata={"help": "Weight of the KL divergence on own responses."})
     use_bias_correction_kl: bool = field(
         default=False, metadata={"help": "Multiply the KL divergence by the importance ratio (TRL's default is True)."}
+    )
+    disable_dropout: bool = field(
+        default=True, metadata={"help": "Dropout would be noise in the ratio, far wider than the clip range."}
     )
     loss_type: str = field(default="grpo", metadata={"help": "Only 'grpo': the mean over sequences."})
     importance_sampling_level: str = field(

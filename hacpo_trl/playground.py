@@ -170,8 +170,8 @@ def make_problems(
         (`"7 + 8 + 0 = 15 ; 4 + 5 + 1 = 10 ; 2 + 0 + 1 = 3 #### 305"`) and `task` (`"addition"`).
 
     Raises:
-        ValueError: If a task is unknown (the message names the known ones), if no task is given or if `digits` is
-            not an increasing pair of positive numbers.
+        ValueError: If a task is unknown (the message names the known ones), if no task is given or if `digits` does
+            not satisfy 1 <= smallest <= largest.
     """
     stream = _stream(_check_tasks(tasks, digits), seed, digits)
     return [next(stream) for _ in range(count)]

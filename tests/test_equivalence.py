@@ -15,7 +15,8 @@ def train_with_trl(folder, args, **changes):
     names = """output_dir use_cpu bf16 gradient_checkpointing report_to disable_tqdm save_strategy logging_steps
     num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation num_iterations
     max_completion_length learning_rate adam_epsilon seed beta epsilon epsilon_high loss_type max_steps
-    importance_sampling_level lr_scheduler_type temperature use_bias_correction_kl""".split()
+    importance_sampling_level lr_scheduler_type temperature use_bias_correction_kl
+    disable_dropout""".split()
     settings = {name: getattr(args, name) for name in names}
     trainer = GRPOTrainer(folder, digit_reward, GRPOConfig(**{**settings, **changes}), dataset())
     trainer.train()
@@ -134,6 +135,7 @@ def plain_logps(model, prompt, completion, temperature=1.0):
 def test_the_update_follows_the_equations(agent_folders, tmp_path, monkeypatch, length_normalization):
     """Gradients of every update of a round against a loop over sequences, scalars and equations."""
     origin = {}  # row -> index of the response
+
     def remembering(make):
         def wrapped(*args, **kwargs):
             rows = make(*args, **kwargs)
