@@ -374,7 +374,9 @@ class HACPOAgent(GRPOTrainer):
             with context:
                 self._losses.append(self.training_step(self.model_wrapped, None).item())
             if is_update:
+                started = time.perf_counter()
                 self._update()
+                self.timings["updating"] += time.perf_counter() - started
         gradient_state._set_sync_gradients(leaders_sync)
 
     def open_round(self) -> None:

@@ -47,9 +47,10 @@ _SAMPLER_KEYS = frozenset(
 class HACPOConfig(GRPOConfig):
     """Settings of `HACPOTrainer`: all of TRL's `GRPOConfig`, with the defaults of arXiv 2603.02604, and HACPO's own.
 
-    Defaults that differ from TRL's: `beta=0.001` with the plain k3 estimator (`use_bias_correction_kl=False`), `epsilon=3e-4` and `epsilon_high=4e-4` (for `method="grpo"` TRL's
-    0.2 stays), `loss_type="grpo"`, `importance_sampling_level="sequence"` (for `method="grpo"` "token"),
-    `disable_dropout=True`, `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
+    Defaults that differ from TRL's: `beta=0.001` with the plain k3 estimator (`use_bias_correction_kl=False`),
+    `epsilon=3e-4` and `epsilon_high=4e-4` (for `method="grpo"` TRL's 0.2 stays), `loss_type="grpo"`,
+    `importance_sampling_level="sequence"` (for `method="grpo"` "token"), `disable_dropout=True`,
+    `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
     twice `gradient_accumulation_steps`, so that an agent makes two updates on each agent's responses in a round.
 
     A *round* is: every agent samples `num_generations` responses to each prompt of the generation batch, then every

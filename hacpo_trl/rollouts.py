@@ -248,7 +248,8 @@ def plan_round(
     The own responses come shuffled and first, then those of all peers, shuffled; or all are shuffled together. An
     update takes `steps_per_update` micro-batches of `rows_per_step` rows. Within an update the rows are sorted by
     length, so that little is padded. A peer's row without advantage has no gradient: with `skip_silent` such rows
-    are left out, and what is left of the update stands in its last micro-batches (the first ones are empty lists).
+    are left out, and the others make as few micro-batches as they need, the update's last ones (its first ones are
+    empty lists).
 
     Args:
         own: R rows.
@@ -281,12 +282,15 @@ def plan_round(
     needed = agree([-(-sum(not is_silent(row) for row in update) // rows_per_step) for update in updates])
     plan: list[list[Row]] = []
     for update, steps in zip(updates, needed, strict=True):
+        active = [row for row in update if not is_silent(row)]
+        spare = [row for row in update if is_silent(row)]
         steps = max(steps, 1)
-        rows = sorted(update, key=is_silent)[: steps * rows_per_step]  # stable: silent rows only fill up
+        rows = active + spare[: max(steps - len(active), 0)]  # no pass may be empty
         if steps_per_update > 1:
             rows.sort(key=len, reverse=True)
-        batches = [rows[i : i + rows_per_step] for i in range(0, len(rows), rows_per_step)]
-        plan += [[] for _ in range(steps_per_update - len(batches))] + batches
+        bounds = [len(rows) * i // steps for i in range(steps + 1)]
+        plan += [[] for _ in range(steps_per_update - steps)]
+        plan += [rows[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
     return plan * iterations
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
+from ._contract import check_versions
 from .agent import HACPOAgent
 from .capability import CapabilityTracker
 from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
@@ -76,6 +78,7 @@ class HACPOTrainer(HACPOAgent):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ):
+        check_versions()
         refuse(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         models = list(models) if isinstance(models, (list, tuple)) else [models]
         args = HACPOConfig("hacpo_output") if args is None else args
@@ -108,6 +111,7 @@ class HACPOTrainer(HACPOAgent):
             ratio_bounds=tuple(args.capability_ratio_bounds),
         )
         self._skip_epochs = 0
+        self._step_ended: float | None = None
         self._waiting: set[str] = set()
         self._checkpoint_dir: str | None = None
         self._eval_prefix = ""
@@ -228,6 +232,7 @@ class HACPOTrainer(HACPOAgent):
         loss = super().training_step(model, inputs, num_items_in_batch)
         for peer in self.agents[1:]:
             peer.run_until((position + 1) * peer.steps_per_round // self.steps_per_round)
+        self._step_ended = time.perf_counter()
         return loss
 
     def _start_round(self, inputs: list[dict[str, Any]]) -> None:
@@ -283,6 +288,9 @@ class HACPOTrainer(HACPOAgent):
     # -- the end of a round ---------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
+        if self._step_ended is not None:  # since then the loop has clipped the leader's gradients and stepped
+            self.timings["updating"] += time.perf_counter() - self._step_ended
+            self._step_ended = None
         self._wait_for_the_round()
         return super()._maybe_log_save_evaluate(*args, **kwargs)
 

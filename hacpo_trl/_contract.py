@@ -1,0 +1,67 @@
+"""Every private name of TRL, transformers and accelerate that this package overrides, calls or reads, in one place.
+
+`tests/test_contract.py` fails with a sentence when one of them moves or takes other arguments, and when agent.py or
+trainer.py uses one that is not listed. `check_versions` warns when an untested release is installed.
+"""
+
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+# What the tests ran with; the same ranges stand in setup.cfg
+TESTED = {"trl": ">=1.16.0,<1.17", "transformers": ">=5.24.0,<5.25", "accelerate": ">=1.15.0,<2"}
+
+# class -> method -> the arguments that we pass or take, in order
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
+    "trl.GRPOTrainer": {
+        "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+        "_compute_loss": ("model", "inputs"),
+        "_generate_and_score_completions": ("inputs",),
+        "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
+        "_get_train_sampler": ("dataset",),
+        "_prepare_inputs": ("generation_batch",),
+        "_save_checkpoint": ("model", "trial"),
+        "training_step": ("model", "inputs", "num_items_in_batch"),
+    },
+    "transformers.Trainer": {
+        "_clip_grad_norm": ("model",),
+        "_get_grad_norm": ("model", "grad_norm"),
+        "_get_learning_rate": (),
+        "_get_output_dir": ("trial",),
+        "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+        "_load_best_model": (),
+        "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+        "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"),
+        "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+        "_save_optimizer_and_scheduler": ("output_dir",),
+        "_save_scaler": ("output_dir",),
+    },
+    "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
+}
+
+# Attributes of a trainer object that we read or set
+ATTRIBUTES = ("_logs", "_metrics", "_step", "_tokenizer")
+
+# module -> functions and constants that are no public API
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "trl.data_utils": ("is_conversational",),
+    "trl.trainer.utils": ("get_config_model_id",),
+    "transformers.trainer": ("TRAINER_STATE_NAME",),
+    "transformers.trainer_utils": ("get_last_checkpoint", "rotate_checkpoints"),
+}
+
+
+def check_versions() -> None:
+    """Warns of installed releases that were not tested."""
+    for package, tested in TESTED.items():
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            continue
+        if not SpecifierSet(tested).contains(installed, prereleases=True):
+            warnings.warn(
+                f"hacpo_trl was tested with {package}{tested}, and {installed} is installed. It relies on private "
+                f"parts of {package} that may have moved: install a tested release, pip install '{package}{tested}'.",
+                stacklevel=3,
+            )
