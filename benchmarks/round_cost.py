@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
 from hacpo_trl.playground import answer_reward, make_dataset, make_problems, shipped_agent
+from hacpo_trl.progress import RoundProgress
 
 AGENTS = ("tiny-char", "tiny-bpe")
 COMMON = {
@@ -64,7 +65,7 @@ def hacpo_seconds(rounds: int, skip: bool, output_dir: str) -> tuple[float, floa
     """Wall seconds of a run of HACPO, those of its own work, and those of the phases of its log."""
     args = HACPOConfig(output_dir, max_rounds=rounds, skip_silent_responses=skip, **COMMON)
     trainer = HACPOTrainer([shipped_agent(name) for name in AGENTS], answer_reward, args, prompts(rounds))
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(RoundProgress)
     everything, sampling = Stopwatch(), Stopwatch()
     trainer._start_round = everything.time(trainer._start_round)  # sampling, advantages, re-encoding, planning
     for agent in trainer.agents:

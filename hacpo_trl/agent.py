@@ -63,7 +63,7 @@ class HACPOAgent(GRPOTrainer):
         self._losses: list[float] = []
         self._final_step: int | None = None
         self._round_start = 0
-        self.timings: dict[str, float] = defaultdict(float)  # seconds by phase since the last log
+        self.timings: dict[str, float] = defaultdict(float)  # seconds by phase, of the whole run
         with _loadable_reference(model, args):
             super().__init__(model, reward_funcs, args, **kwargs)
         _fix_absolute_positions(self.accelerator.unwrap_model(self.model))

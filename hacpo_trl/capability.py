@@ -1,5 +1,6 @@
 """How strong is each agent at the moment? The windowed capability of HACPO. Needs only torch."""
 
+import math
 import warnings
 from collections import deque
 from typing import Any
@@ -48,8 +49,9 @@ class CapabilityTracker:
         self.metric = metric
         self.floor = floor
         self.ratio_bounds = tuple(ratio_bounds)
-        self._rates: deque[list[float]] = deque(maxlen=window)  # a round's rate of every agent
-        self._variances: deque[list[float]] = deque(maxlen=window)  # a round's reward variance of every agent
+        # of every agent its last rounds with a scorable response
+        self._rates: list[deque[float]] = [deque(maxlen=window) for _ in range(num_agents)]
+        self._variances: list[deque[float]] = [deque(maxlen=window) for _ in range(num_agents)]
         self._warned = False
 
     def update(self, rewards: Tensor) -> None:
@@ -64,14 +66,11 @@ class CapabilityTracker:
                 f"rewards must have the shape ({self.num_agents} agents, responses ...), got {tuple(rewards.shape)}."
             )
         rewards = rewards.detach().to("cpu", torch.float64).flatten(1)
-        rates, variances = [], []
-        for row in rewards:
+        for row, rates, variances in zip(rewards, self._rates, self._variances, strict=True):
             row = row[torch.isfinite(row)]
-            value = (row > 0).double() if self.metric == "positive_rate" else row
-            rates.append(value.mean().item() if len(row) else float("nan"))
-            variances.append(row.var(correction=0).item() if len(row) else float("nan"))
-        self._rates.append(rates)
-        self._variances.append(variances)
+            if len(row):
+                rates.append(((row > 0).double() if self.metric == "positive_rate" else row).mean().item())
+                variances.append(row.var(correction=0).item())
         if not self._warned and bool((self.capabilities <= 0).any()):
             self._warned = True
             warnings.warn(
@@ -83,18 +82,14 @@ class CapabilityTracker:
     @property
     def capabilities(self) -> Tensor:
         """(N,) float64. NaN for an agent without a scorable response in the window."""
-        if not self._rates:
-            return torch.full((self.num_agents,), float("nan"), dtype=torch.float64)
-        mean = torch.tensor(list(self._rates), dtype=torch.float64).nanmean(0)
+        mean = _means(self._rates)
         floored = mean.clamp(min=self.floor)  # keeps NaN
         return floored if self.metric == "positive_rate" else torch.where(mean > 0, floored, mean)
 
     @property
     def reward_variances(self) -> Tensor:
         """(N,) float64, mean over the window of each agent's reward variance within a round."""
-        if not self._variances:
-            return torch.full((self.num_agents,), float("nan"), dtype=torch.float64)
-        return torch.tensor(list(self._variances), dtype=torch.float64).nanmean(0)
+        return _means(self._variances)
 
     def ratios(self) -> Tensor:
         """(N learners, N sources) float64: P_k / P_j, clamped; 1 where a capability is not a positive number."""
@@ -110,8 +105,12 @@ class CapabilityTracker:
         Raises:
             ValueError: when the state holds another number of agents.
         """
-        for rates in state["rates"]:
-            if len(rates) != self.num_agents:
-                raise ValueError(f"The capability state is of {len(rates)} agents, not of {self.num_agents}.")
-        self._rates = deque((list(r) for r in state["rates"]), maxlen=self.window)
-        self._variances = deque((list(v) for v in state["variances"]), maxlen=self.window)
+        if len(state["rates"]) != self.num_agents:
+            raise ValueError(f"The capability state is of {len(state['rates'])} agents, not of {self.num_agents}.")
+        self._rates = [deque(rates, maxlen=self.window) for rates in state["rates"]]
+        self._variances = [deque(variances, maxlen=self.window) for variances in state["variances"]]
+
+
+def _means(windows: list[deque[float]]) -> Tensor:
+    """(N,) float64, NaN for an empty window."""
+    return torch.tensor([sum(w) / len(w) if w else math.nan for w in windows], dtype=torch.float64)

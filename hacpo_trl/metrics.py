@@ -83,7 +83,7 @@ class UpdateStatistics:
             "low_clipped": low_clipped,
             "high_clipped": high_clipped,
             "kl": zero if kl is None else kl,
-            "entropy": (entropy * mask).sum(-1),
+            "entropy": torch.where(mask.bool(), entropy, torch.zeros_like(entropy)).sum(-1),
             "tokens": mask.sum(-1),
         }
         rows = torch.stack([columns[name].to(self.sums) for name in _SUMS], dim=-1)  # (R, len(_SUMS))

@@ -58,8 +58,9 @@ def capability_aware_advantages(
     - ``"own"``: the learner's own mean of the prompt.
 
     Guards: a prompt whose rewards are all equal has advantage 0 (the weights must not invent a signal); a baseline
-    above `max_reward` is replaced by the learner's own mean. With N = 1 every baseline is the group mean, and this
-    is the advantage of GRPO and GSPO.
+    above `max_reward` is replaced by the learner's own mean. A learner without a scorable response to the prompt has
+    no own mean: "own" then takes the baseline "capability", and the guard takes `max_reward`. With N = 1 every
+    baseline is the group mean, and this is the advantage of GRPO and GSPO.
 
     Args:
         rewards: (N, B, G). A reward that is not finite (NaN: unscorable) leaves baseline and spread.
@@ -67,7 +68,7 @@ def capability_aware_advantages(
         epsilon: added to the standard deviation.
         ratio_bounds: clamp of w.
         baseline: one of `BASELINES`.
-        max_reward: the largest reward a response can have.
+        max_reward: the largest reward a response can have; infinity switches the guard off.
         reward_variances: (N,) variance of each source's rewards, used by "min_variance" for rewards other than 0 and
             `max_reward`; by default the variance within `rewards`.
 
@@ -87,6 +88,7 @@ def capability_aware_advantages(
     if baseline not in BASELINES:
         raise ValueError(f"baseline={baseline!r} is unknown; use one of {', '.join(BASELINES)}.")
 
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     scorable = torch.isfinite(rewards)  # (N, B, G)
     raw = torch.where(scorable, rewards, torch.zeros_like(rewards))
     count = scorable.sum(-1)  # (N, B)
@@ -124,7 +126,8 @@ def _source_variances(
     raw: Tensor, scorable: Tensor, capabilities: Tensor, max_reward: float, reward_variances: Tensor | None
 ) -> Tensor:
     """Reward variance v_j of every source, (N,): P (1 - P) for rewards 0 and `max_reward`, else as measured."""
-    scale = max_reward**2
+    largest = max_reward if 0 < max_reward < torch.inf else raw.abs().max().clamp(min=1e-6).item()
+    scale = largest**2
     binary = bool((~scorable | (raw == 0) | (raw == max_reward)).all())
     rate_known = bool((torch.isfinite(capabilities) & (capabilities >= 0) & (capabilities <= 1)).all())
     if binary and rate_known:
@@ -213,8 +216,11 @@ def hacpo_objective(
     Returns:
         (R,).
     """
+    if alpha < 0:
+        raise ValueError(f"alpha={alpha} must not be negative; 0 switches the damping off.")
     own = torch.min(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
     clipped = ratio if delta is None else ratio.clamp(peer_clip_lower(update_index, delta, delta_step), 1.0)
+    coefficient = torch.where(is_own, torch.ones_like(coefficient), coefficient)  # NaN there would reach the gradient
     peer = clipped * clipped.detach().pow(alpha) * coefficient * advantages
     return torch.where(is_own, own, peer)
 

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 
@@ -19,6 +19,7 @@ from .capability import CapabilityTracker
 from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
 from .config import HACPOConfig
 from .objective import capability_aware_advantages
+from .progress import RoundProgress
 from .rollouts import Rollout
 from .team import (
     check_dataset,
@@ -110,8 +111,10 @@ class HACPOTrainer(HACPOAgent):
             args.capability_metric,
             ratio_bounds=tuple(args.capability_ratio_bounds),
         )
+        self.round_rewards: list[float] = [math.nan] * count  # mean reward of every agent in the running round
         self._skip_epochs = 0
         self._step_ended: float | None = None
+        self._logged_timings: list[dict[str, float]] = [{} for _ in names]
         self._waiting: set[str] = set()
         self._checkpoint_dir: str | None = None
         self._eval_prefix = ""
@@ -150,6 +153,9 @@ class HACPOTrainer(HACPOAgent):
             )
             peer.remove_callback(DefaultFlowCallback)
             self.agents.append(peer)
+        for callback in (ProgressCallback, PrinterCallback):
+            if self.pop_callback(callback) is not None:
+                self.add_callback(RoundProgress(self))
         for agent, (_, optimizer_class) in zip(self.agents, optimizers, strict=True):
             if optimizer_class is not None:
                 agent.optimizer_cls_and_kwargs = optimizer_class
@@ -240,6 +246,7 @@ class HACPOTrainer(HACPOAgent):
         generations = self.num_generations
         rewards = torch.stack([rollout.rewards for rollout in rollouts]).view(self.num_agents, -1, generations)
         self.capability.update(rewards)
+        self.round_rewards = rewards.flatten(1).nanmean(1).tolist()
         self._check_max_reward(rewards)
 
         advantages = self._advantages(rewards)  # (N learners, N sources, B * G)
@@ -349,10 +356,12 @@ class HACPOTrainer(HACPOAgent):
             for key in ("loss", "reward"):
                 if metrics.get(key):
                     sums.setdefault(key, []).append(_nanmean(metrics[key]))
-            for key, value in agent.timings.items():
-                metrics[f"time/{key}"] = [value]
-                seconds[key] = seconds.get(key, 0.0) + value
-            agent.timings.clear()
+            logged = self._logged_timings[agent.agent_index]
+            for key, total in agent.timings.items():
+                if total > logged.get(key, 0.0):
+                    metrics[f"time/{key}"] = [total - logged.get(key, 0.0)]
+                    seconds[key] = seconds.get(key, 0.0) + total - logged.get(key, 0.0)
+            self._logged_timings[agent.agent_index] = dict(agent.timings)
             gathered.update({f"{agent.agent_name}/{key}": values for key, values in metrics.items() if values})
             if agent is not self:
                 metrics.clear()

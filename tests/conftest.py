@@ -9,10 +9,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from transformers import PrinterCallback
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
 from hacpo_trl.playground import AgentSpec, build_agent, make_dataset, make_problems, save_agent, warm_up
+from hacpo_trl.progress import RoundProgress
 
 torch.set_num_threads(1)
 
@@ -91,7 +91,7 @@ def team(folders, names, args, reward_funcs=digit_reward, train_dataset=None, **
         dataset() if train_dataset is None else train_dataset,
         **kwargs,
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(RoundProgress)
     return trainer
 
 
