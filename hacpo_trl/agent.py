@@ -118,7 +118,7 @@ class HACPOAgent(GRPOTrainer):
             self._end_id = end_of_response_id(
                 self._tokenizer,
                 self.eos_token_ids,
-                conversational=is_conversational(inputs[0]),
+                conversational=is_conversational({"prompt": inputs[0]["prompt"]}),
                 template_kwargs=self.chat_template_kwargs,
             )
         self.timings["sampling"] += time.perf_counter() - started - (self.timings["grading"] - graded_before)
@@ -392,7 +392,8 @@ class HACPOAgent(GRPOTrainer):
         self.optimizer.step()
         metrics["learning_rate"] = [self._get_learning_rate()]
         metrics["grad_norm"].append(grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm)
-        metrics["loss"].append(sum(self._losses))
+        loss = torch.tensor([sum(self._losses)], device=self.accelerator.device)
+        metrics["loss"].append(self.accelerator.gather(loss).mean().item())
         self._losses.clear()
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()

@@ -1,7 +1,9 @@
 """HACPOConfig: GRPOConfig with the paper's recipe as defaults and HACPO's own settings."""
 
 import dataclasses
+import json
 import os
+import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,7 @@ _HACPO_ONLY = (
     "baseline",
     "capability_coefficient",
 )
-_SHARED_ONLY = ("peer_advantages", "rollout_order", "length_normalization", "peer_overflow")
+_SHARED_ONLY = ("peer_advantages", "rollout_order", "length_normalization", "peer_overflow", "skip_silent_responses")
 
 # What all agents of a team have in common: the prompts, the groups and the clock of the run.
 _TEAM_FIELDS = frozenset(
@@ -30,7 +32,8 @@ _TEAM_FIELDS = frozenset(
     logging_strategy logging_steps logging_first_step eval_strategy eval_steps eval_on_start save_strategy save_steps
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
     reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds baseline
-    advantage_epsilon report_to shuffle_dataset remove_unused_columns log_completions""".split()
+    advantage_epsilon peer_advantages capability_coefficient report_to shuffle_dataset remove_unused_columns
+    log_completions push_to_hub save_only_model eval_delay run_name""".split()
 )
 
 # Keys of `generation_kwargs` that change what is sampled but not the probabilities that the ratio is made of.
@@ -39,7 +42,8 @@ _SAMPLER_KEYS = frozenset(
     frequency_penalty encoder_repetition_penalty no_repeat_ngram_size bad_words_ids bad_words sequence_bias
     suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id min_length min_new_tokens min_tokens
     num_beams num_beam_groups penalty_alpha do_sample guidance_scale watermarking_config logit_bias logits_processors
-    allowed_token_ids structured_outputs guided_decoding exponential_decay_length_penalty""".split()
+    allowed_token_ids structured_outputs guided_decoding exponential_decay_length_penalty dola_layers
+    num_return_sequences n seed""".split()
 )
 
 
@@ -183,15 +187,15 @@ class HACPOConfig(GRPOConfig):
         return self.num_iterations * sources * self.steps_per_generation // self.gradient_accumulation_steps
 
     def __post_init__(self):
+        self._check_numbers()
         self._check_method()
         if self.generation_batch_size is None and self.steps_per_generation is None:
             self.steps_per_generation = 2 * self.gradient_accumulation_steps
         try:
             super().__post_init__()
         except ValueError as error:
-            if self.generation_batch_size and self.num_generations and self.num_generations > 1:
-                if self.generation_batch_size % self.num_generations:
-                    raise ValueError(self._generations_message()) from error
+            if "by num_generations" in str(error):
+                raise ValueError(self._generations_message()) from error
             raise
         self._check_clipping()
         self._check_supported()
@@ -199,6 +203,29 @@ class HACPOConfig(GRPOConfig):
         self._warn_of_idle_settings()
 
     # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _check_numbers(self) -> None:
+        least = {
+            "num_generations": 2,
+            "num_iterations": 1,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+        }
+        for name, smallest in least.items():
+            if not (isinstance(getattr(self, name), int) and getattr(self, name) >= smallest):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least {smallest}.")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature} must be positive; 1.0 samples from the model as it is.")
+        if isinstance(self.agent_overrides, str):  # the argument parser reads it where it starts with a brace
+            try:
+                self.agent_overrides = json.loads(self.agent_overrides)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"agent_overrides is no JSON: {error}.") from None
+        if not isinstance(self.agent_overrides, (dict, type(None))):
+            raise ValueError(
+                f"agent_overrides={self.agent_overrides!r} must map names of agents to settings, e.g. "
+                '{"llama-3b": {"learning_rate": 5e-7}}.'
+            )
 
     def _check_method(self) -> None:
         choices = {
@@ -233,13 +260,13 @@ class HACPOConfig(GRPOConfig):
             except ValueError:
                 raise ValueError(f"peer_clip_delta={text!r} must be a number in [0, 1] or 'none'.") from None
         peer_clip_lower(0, self.peer_clip_delta or 0.0, self.peer_clip_step)
-        if self.alpha < 0:
+        if not self.alpha >= 0:
             raise ValueError(f"alpha={self.alpha} must not be negative; 0 switches the damping off.")
         if not (self.epsilon >= 0 and self.epsilon_high >= 0):
             raise ValueError(f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} must not be negative.")
-        if self.advantage_epsilon <= 0:
+        if not self.advantage_epsilon > 0:
             raise ValueError(f"advantage_epsilon={self.advantage_epsilon} must be positive, e.g. 1e-6.")
-        if self.max_reward <= 0:
+        if not self.max_reward > 0:
             raise ValueError(f"max_reward={self.max_reward} must be positive: the largest reward of a response.")
         if len(self.capability_ratio_bounds) != 2:
             raise ValueError(f"capability_ratio_bounds={self.capability_ratio_bounds} must be two numbers.")
@@ -307,11 +334,13 @@ class HACPOConfig(GRPOConfig):
         rows = self.generation_batch_size
         divisors = [d for d in range(2, rows + 1) if rows % d == 0]
         near = sorted(sorted(divisors, key=lambda d: (abs(d - self.num_generations), d))[:3])
-        return (
+        start = (
             f"num_generations={self.num_generations} does not divide the {rows} responses that an agent samples in a "
-            "round (per_device_train_batch_size x steps_per_generation x processes); try num_generations="
-            f"{', '.join(map(str, near[:-1]))}{' or ' if len(near) > 1 else ''}{near[-1] if near else 2}."
+            "round (per_device_train_batch_size x steps_per_generation x processes); try "
         )
+        if not near:
+            return f"{start}more responses a round: steps_per_generation={self.num_generations}."
+        return f"{start}num_generations={', '.join(map(str, near[:-1]))}{' or ' if near[:-1] else ''}{near[-1]}."
 
     def _warn_of_idle_settings(self) -> None:
         if self.method == "hacpo":
@@ -367,8 +396,14 @@ class HACPOConfig(GRPOConfig):
         Raises:
             ValueError: when an override cannot work, naming the agent.
         """
-        changes = dict((self.agent_overrides or {}).get(name, {}))
+        changes = {
+            key: _converted(name, key, value) for key, value in (self.agent_overrides or {}).get(name, {}).items()
+        }
         size = changes.setdefault("per_device_train_batch_size", self.per_device_train_batch_size)
+        if not (isinstance(size, int) and size >= 1):
+            raise ValueError(
+                f"agent {name!r}: per_device_train_batch_size={size!r} must be a whole number, at least 1."
+            )
         if self.rows_per_round % size:
             raise ValueError(
                 f"agent {name!r}: per_device_train_batch_size={size} does not divide the {self.rows_per_round} "
@@ -382,7 +417,13 @@ class HACPOConfig(GRPOConfig):
             )
         changes.setdefault("gradient_accumulation_steps", per_update // size)
         changes["generation_batch_size"] = None
-        changes["steps_per_generation"] = self.rows_per_round // size
+        steps = changes["steps_per_generation"] = self.rows_per_round // size
+        accumulation = changes["gradient_accumulation_steps"]
+        if not (isinstance(accumulation, int) and accumulation >= 1 and steps % accumulation == 0):
+            raise ValueError(
+                f"agent {name!r}: gradient_accumulation_steps={accumulation!r} does not divide the {steps} micro-"
+                f"batches of its own responses in a round. Try {_nearest_divisor(steps, int(accumulation or 1))}."
+            )
         changes["agent_overrides"] = None
         if self.hub_model_id is not None:
             changes.setdefault("hub_model_id", f"{self.hub_model_id}-{name}")
@@ -400,6 +441,20 @@ class HACPOConfig(GRPOConfig):
 
 def _default(name: str) -> Any:
     return next(f.default for f in dataclasses.fields(HACPOConfig) if f.name == name)
+
+
+def _converted(agent: str, key: str, value: Any) -> Any:
+    """A text as the number that its setting holds: YAML takes 5e-7 for a text."""
+    if not isinstance(value, str):
+        return value
+    field_type = str(next((f.type for f in dataclasses.fields(HACPOConfig) if f.name == key), ""))
+    for number in (int, float):
+        if re.search(rf"\b{number.__name__}\b", field_type) and not re.search(r"\b(str|bool|dict)\b", field_type):
+            try:
+                return number(value)
+            except ValueError:
+                raise ValueError(f"agent {agent!r}: {key}={value!r} must be a number.") from None
+    return value
 
 
 def _nearest_multiple(value: int, step: int) -> int:

@@ -175,7 +175,7 @@ def peer_clip_lower(update_index: int, delta: float = 0.2, delta_step: float = 0
         raise ValueError(f"update_index={update_index} must be at least 0: the first update of a round has index 0.")
     if not 0 <= delta <= 1:
         raise ValueError(f"delta={delta} must lie in [0, 1]; the paper's value is 0.2.")
-    if delta_step < 0:
+    if not delta_step >= 0:
         raise ValueError(f"delta_step={delta_step} must not be negative; the paper's value is 0.025, 0 is off.")
     return min(1.0, max(0.0, 1.0 - delta + update_index * delta_step))
 

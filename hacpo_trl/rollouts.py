@@ -100,8 +100,9 @@ def encode_responses(
     """Reads other agents' responses in a learner's own tokens.
 
     A finished response ends on the learner's own end token, or the learner would never learn to stop. Text that looks
-    like a special token is taken as plain text. A text is unreadable when it holds broken UTF-8 or when the learner's
-    tokens do not give it back (unknown or dropped characters; whitespace and Unicode normalisation may differ).
+    like a special token is taken as plain text. A text is unreadable when it holds broken UTF-8, when the learner has
+    no other way to write it than with a special token, or when the learner's tokens do not give it back (unknown or
+    dropped characters; whitespace and Unicode normalisation may differ).
 
     Args:
         tokenizer: the learner's.
@@ -112,13 +113,13 @@ def encode_responses(
     """
     if not texts:
         return EncodedResponses([], [], [])
-    encoded = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    clean = [text.encode("utf-8", "replace").decode() for text in texts]  # lone surrogates would stop the tokenizer
+    encoded = tokenizer(clean, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     decoded = tokenizer.batch_decode(encoded, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    unknown = tokenizer.unk_token_id
+    special = {end_id, *tokenizer.all_special_ids}
     ids, lengths, unreadable = [], [], []
     for text, tokens, back, done in zip(texts, encoded, decoded, finished, strict=True):
-        has_unknown = unknown is not None and unknown != end_id and unknown in tokens
-        unreadable.append(has_unknown or _REPLACEMENT in text or not _same_text(text, back))
+        unreadable.append(_REPLACEMENT in text or not special.isdisjoint(tokens) or not _same_text(text, back))
         tokens = [*tokens, end_id] if done else tokens
         lengths.append(len(tokens))
         ids.append(tokens[:max_length])
@@ -150,11 +151,11 @@ def end_of_response_id(
         template_kwargs: further arguments of the chat template.
     """
     if conversational:
-        marker = "marker"
+        marker = "qzxvk"  # stands in no template
         chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
         rendered = tokenizer.apply_chat_template(chat, tokenize=False, **template_kwargs)
-        tail = rendered[rendered.rfind(marker) + len(marker) :]
-        for token in tokenizer(tail, add_special_tokens=False)["input_ids"]:
+        _, found, tail = rendered.rpartition(marker)  # not found: the template changes what is said
+        for token in tokenizer(tail, add_special_tokens=False)["input_ids"] if found else ():
             if token in end_ids:
                 return token
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else end_ids[0]

@@ -1,6 +1,8 @@
 """Checks and puts in order what a user passes for a team of agents, before any weights are loaded."""
 
 import copy
+import itertools
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -15,6 +17,12 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import HACPOConfig
 
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+def _is_path(model: Any) -> bool:
+    return isinstance(model, (str, os.PathLike))
+
 
 def per_agent(value: Any, num_agents: int, name: str, *, default: Any = None) -> list[Any]:
     """One value per agent from a single value for all or a list.
@@ -22,7 +30,7 @@ def per_agent(value: Any, num_agents: int, name: str, *, default: Any = None) ->
     Raises:
         ValueError: when a list has another length.
     """
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         if len(value) != num_agents:
             raise ValueError(f"{name} lists {len(value)} values for {num_agents} agents; give one for each, or one.")
         return list(value)
@@ -36,25 +44,35 @@ def resolve_names(models: Sequence[Any], agent_names: Sequence[str] | None) -> l
         ValueError: for names that are equal, empty, or no good as a folder.
     """
     if agent_names is None:
-        ids = [model if isinstance(model, str) else get_config_model_id(model.config) for model in models]
-        names = [re.sub(r"[^A-Za-z0-9._-]+", "-", str(i).rstrip("/").split("/")[-1]).strip(".-") for i in ids]
-        names = [name or f"agent-{i}" for i, name in enumerate(names)]
-        counts = {name: names.count(name) for name in names}
-        seen: dict[str, int] = {}
-        for i, name in enumerate(names):
-            if counts[name] > 1:
-                seen[name] = seen.get(name, 0) + 1
-                names[i] = f"{name}-{seen[name]}"
-        agent_names = names
+        names = []
+        for i, model in enumerate(models):
+            path = os.fspath(model) if _is_path(model) else get_config_model_id(model.config)
+            parts = [part for part in str(path).split("/") if part and not _CHECKPOINT.fullmatch(part)]
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1]).strip(".-") if parts else ""
+            names.append(name or f"agent-{i}")
+        taken = {name.lower() for name in names}
+        for name in list(names):
+            alike = [i for i, other in enumerate(names) if other.lower() == name.lower()]
+            if len(alike) == 1:
+                continue
+            numbered = (f"{name}-{n}" for n in itertools.count(1))
+            for i in alike:
+                names[i] = next(candidate for candidate in numbered if candidate.lower() not in taken)
+                taken.add(names[i].lower())
+        return names
+    if isinstance(agent_names, str) or not all(isinstance(name, str) for name in agent_names):
+        raise ValueError(f"agent_names={agent_names!r} must be a list of texts, one for each model.")
     names = list(agent_names)
     if len(names) != len(models):
         raise ValueError(f"agent_names has {len(names)} names for {len(models)} models; give one for each.")
     for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", str(name)):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
             raise ValueError(
                 f"agent name {name!r} cannot be a folder: use letters, digits, '.', '_' and '-', e.g. "
-                f"{re.sub(r'[^A-Za-z0-9._-]+', '-', str(name)).strip('.-') or 'agent'!r}."
+                f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('.-') or 'agent'!r}."
             )
+        if _CHECKPOINT.fullmatch(name):
+            raise ValueError(f"agent name {name!r} is that of the run's own checkpoints; try 'agent-{name}'.")
     double = sorted({name for name in names if [n.lower() for n in names].count(name.lower()) > 1})
     if double:
         raise ValueError(
@@ -72,7 +90,7 @@ def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[
     """
     if not models:
         raise ValueError("models is empty; give at least one model, e.g. models=['Qwen/Qwen3-1.7B-Base'].")
-    objects = [id(model) for model in models if not isinstance(model, str)]
+    objects = [id(model) for model in models if not _is_path(model)]
     if len(set(objects)) < len(objects):
         raise ValueError(
             "models holds the same model object twice, and both agents would train the same weights. Pass its path "
@@ -80,7 +98,7 @@ def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[
         )
     problems = []
     for model, name, args in zip(models, names, configs, strict=True):
-        if not isinstance(model, str):
+        if not _is_path(model):
             continue
         kwargs = args.model_init_kwargs or {}
         try:
@@ -90,7 +108,8 @@ def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[
                 trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
             )
         except Exception as error:  # whatever it is, it is this model's problem and is told as such
-            problems.append(f"- {name}: {model!r}: {str(error).strip().splitlines()[0]}")
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            problems.append(f"- {name}: {os.fspath(model)!r}: {reason}")
     if problems:
         raise ValueError(
             "These models cannot be loaded (nothing was loaded yet); check the spelling of ids and paths, and access "
@@ -117,7 +136,7 @@ def load_tokenizers(
                 "its tokenizer: processing_classes=[processor.tokenizer, ...]."
             )
         if tokenizer is None:
-            path = model if isinstance(model, str) else get_config_model_id(model.config)
+            path = os.fspath(model) if _is_path(model) else get_config_model_id(model.config)
             if not path:
                 raise ValueError(
                     f"agent {name!r}: the model object comes from no path, so its tokenizer cannot be found. Pass "
@@ -160,13 +179,16 @@ def check_dataset(
             f"train_dataset must be a datasets.Dataset or IterableDataset, got {type(train_dataset).__name__}. A list "
             "of dicts becomes one by datasets.Dataset.from_list(rows)."
         )
-    columns = train_dataset.column_names
-    if columns is not None and "prompt" not in columns:
+    first = next(iter(train_dataset), None)
+    if first is None and isinstance(train_dataset, IterableDataset):
+        raise ValueError("train_dataset is an empty stream; check its file and split.")
+    columns = train_dataset.column_names or list(first or ())  # a stream may not know its columns beforehand
+    if "prompt" not in columns:
         raise ValueError(
             f"train_dataset has no column 'prompt', only {', '.join(columns) or 'none'}. Rename the column that holds "
             "the problem: dataset.rename_column('problem', 'prompt')."
         )
-    images = sorted({"image", "images"} & set(columns or ()))
+    images = sorted({"image", "images"} & set(columns))
     if images:
         raise ValueError(f"train_dataset has the column {images[0]!r}: images are not supported. Remove the column.")
     if isinstance(train_dataset, Dataset):
@@ -177,17 +199,18 @@ def check_dataset(
                 f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use "
                 "more prompts or smaller rounds."
             )
-    first = next(iter(train_dataset))
-    if is_conversational(first):
+    prompt = first["prompt"]
+    # Of the prompt alone: TRL's test picks any of several columns, in an order that differs between processes
+    if prompt != [] and is_conversational({"prompt": prompt}):
         for tokenizer, name in zip(tokenizers, names, strict=True):
             if tokenizer.chat_template is None:
                 raise ValueError(
                     f"The prompts are chats, but the tokenizer of agent {name!r} has no chat template. Set "
                     "tokenizer.chat_template, or use plain text prompts."
                 )
-    elif not isinstance(first["prompt"], str):
+    elif not isinstance(prompt, str):
         raise ValueError(
-            f"The first prompt is of type {type(first['prompt']).__name__}; use a text, or a chat "
+            f"The first prompt is {prompt!r:.80}, of type {type(prompt).__name__}; use a text, or a chat "
             '[{"role": "user", "content": "..."}].'
         )
 
@@ -203,19 +226,28 @@ def resolve_optimizers(optimizers: Any, num_agents: int) -> list[tuple[tuple[Any
     Raises:
         ValueError: for one optimizer object for several agents.
     """
-    is_class = isinstance(optimizers, tuple) and len(optimizers) == 2 and isinstance(optimizers[0], type)
-    if isinstance(optimizers, tuple) and optimizers[0] is not None and not is_class and num_agents > 1:
-        raise ValueError(
-            "optimizers is one (optimizer, scheduler), but an optimizer object belongs to one agent's weights. Pass "
-            "a list with one for each agent, or (optimizer class, arguments) for all: (torch.optim.SGD, {'lr': 0.1})."
-        )
-    result = []
-    for pair in per_agent(optimizers, num_agents, "optimizers", default=(None, None)):
+    hint = (
+        "Pass a list with one (optimizer, scheduler) for each agent, or (optimizer class, arguments) for all: "
+        "(torch.optim.SGD, {'lr': 0.1})."
+    )
+    if optimizers is not None and not isinstance(optimizers, (list, tuple)):
+        raise ValueError(f"optimizers={optimizers!r:.80} is neither a pair nor a list of pairs. {hint}")
+    pairs = list(optimizers) if isinstance(optimizers, list) else [optimizers] * num_agents
+    result: list[tuple[tuple[Any, Any], tuple[type, dict] | None]] = []
+    objects = []
+    for pair in per_agent(pairs, num_agents, "optimizers"):
         pair = (None, None) if pair is None else pair
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise ValueError(f"optimizers holds {pair!r:.80}, which is no pair. {hint}")
         if isinstance(pair[0], type):
             result.append(((None, None), (pair[0], dict(pair[1] or {}))))
         else:
+            objects += [id(part) for part in pair if part is not None]
             result.append((pair, None))
+    if len(set(objects)) < len(objects):
+        raise ValueError(
+            f"optimizers gives one object to several agents, but it belongs to one agent's weights. {hint}"
+        )
     return result
 
 
@@ -227,7 +259,7 @@ def resolve_peft_configs(peft_configs: Any, models: Sequence[Any], names: Sequen
     """
     result = []
     for config, model, name in zip(per_agent(peft_configs, len(models), "peft_configs"), models, names, strict=True):
-        if config is not None and not isinstance(model, str) and is_peft_model(model):
+        if config is not None and not _is_path(model) and is_peft_model(model):
             raise ValueError(
                 f"agent {name!r} is a PeftModel already, and peft_configs holds another adapter for it. Put None in "
                 "its place: peft_configs=[None, ...]."

@@ -82,6 +82,7 @@ class HACPOTrainer(HACPOAgent):
         check_versions()
         refuse(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         models = list(models) if isinstance(models, (list, tuple)) else [models]
+        models = [os.fspath(model) if isinstance(model, os.PathLike) else model for model in models]
         args = HACPOConfig("hacpo_output") if args is None else args
         names = resolve_names(models, agent_names)
         args.check_agents(names)

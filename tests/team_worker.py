@@ -1,0 +1,116 @@
+"""One rank of a run that the tests of several processes start; not a test itself.
+
+    python tests/team_worker.py settings.json
+
+Sampling is replaced by responses that depend on the prompt, the place in the group, the round and the agent only, and
+the order of the rows is fixed, so that any number of processes sees the same data.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+torch.set_num_threads(1)
+with open(sys.argv[1]) as file:
+    SETTINGS = json.load(file)
+
+from conftest import config, dataset, digit_reward
+from peft import LoraConfig
+
+import hacpo_trl.agent
+from hacpo_trl import HACPOTrainer
+from hacpo_trl.progress import RoundProgress
+
+_randperm = torch.randperm
+torch.randperm = lambda n, *args, generator=None, **kwargs: (
+    torch.arange(n) if generator is None else _randperm(n, generator=generator)
+)
+
+
+def sample(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
+    """Pseudo-random responses that do not depend on how many processes there are."""
+    number = self.state.global_step // self.args.updates_per_round(self.num_agents)
+    first = self.accelerator.process_index * len(prompt_ids)
+    responses = []
+    for i, ids in enumerate(prompt_ids):
+        key = f"{number} {self.agent_name} {(first + i) % num_generations} {list(ids)}"
+        digest = hashlib.sha256(key.encode()).digest()
+        length = 3 + digest[0] % (self.max_completion_length - 3)
+        text = "".join("0123456789 +=;"[d % 14] for d in digest[1 : 1 + length])
+        tokens = self._tokenizer(text)["input_ids"][: self.max_completion_length - 1]
+        responses.append(tokens + [self.eos_token_ids[0]] if digest[31] % 3 else tokens)
+    if SETTINGS.get("kill") == f"sampling {number} {self.agent_name}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return responses, None
+
+
+hacpo_trl.agent.HACPOAgent._generate_single_turn = sample
+
+
+def kill_points(trainer):
+    """Dies by a signal between two agents' updates or in the middle of a save."""
+    kill = SETTINGS.get("kill", "")
+    peer = trainer.agents[1]
+    if kill.startswith("updating"):
+        update, number = peer._update, int(kill.split()[1])
+
+        def dying_update():
+            update()
+            if peer.state.global_step == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        peer._update = dying_update
+    if kill.startswith("saving"):
+        save, number = peer._save_optimizer_and_scheduler, int(kill.split()[1])
+
+        def dying_save(folder):
+            if trainer.state.global_step == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            save(folder)
+
+        peer._save_optimizer_and_scheduler = dying_save
+
+
+def main():
+    adapters = None
+    if SETTINGS.get("lora"):
+        adapters = [
+            LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None for lora in SETTINGS["lora"]
+        ]
+    args = config(SETTINGS["output_dir"], **SETTINGS["config"])
+    trainer = HACPOTrainer(
+        SETTINGS["models"],
+        digit_reward,
+        args,
+        dataset(16),
+        agent_names=SETTINGS["names"],
+        peft_configs=adapters,
+    )
+    trainer.remove_callback(RoundProgress)
+    kill_points(trainer)
+    trainer.train(resume_from_checkpoint=SETTINGS.get("resume"))
+    trainer.save_model(os.path.join(SETTINGS["output_dir"], "final"))
+    if trainer.accelerator.is_main_process:
+        report = {"history": trainer.state.log_history, "capability": trainer.capability.state_dict()}
+        report["engines"] = [
+            {k: v for k, v in (agent.accelerator.deepspeed_config or {}).items() if not isinstance(v, dict)}
+            if hasattr(agent.accelerator, "deepspeed_config")
+            else {}
+            for agent in trainer.agents
+        ]
+        with open(os.path.join(SETTINGS["output_dir"], "report.json"), "w") as file:
+            json.dump(report, file, default=str)
+
+
+if __name__ == "__main__":
+    main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,115 @@
+"""Reading maths data sets: formats, columns, answers, and errors that name the place."""
+
+import json
+
+import pandas
+import pytest
+
+from hacpo_trl.data import extract_answer, load_problems, to_prompts
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("72", "72"),
+        ("  72\n", "72"),
+        ("48 / 2 = <<48/2=24>>24\n#### 72", "72"),
+        ("so \\boxed{3} is wrong and \\boxed{\\frac{1}{2}} right", "\\frac{1}{2}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\text{a}^{b_{c}}} ok", "\\text{a}^{b_{c}}"),
+        ("an unclosed \\boxed{3", "an unclosed \\boxed{3"),
+        ("\\fbox{7}", "7"),
+        (72, "72"),
+        (0.5, "0.5"),
+        (["1", "2"], "1, 2"),
+        ("", None),
+        ("####", None),
+        (None, None),
+        (float("nan"), None),
+    ],
+)
+def test_final_answers(text, answer):
+    assert extract_answer(text) == answer
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_json_lines_with_other_line_separators_inside(tmp_path):
+    rows = [{"problem": "a\u2028b\u0085c", "answer": "1"}, {"problem": "d", "answer": "2"}]
+    assert load_problems(write(tmp_path / "a.jsonl", rows)) == rows
+
+
+@pytest.mark.parametrize("ending", ["json", "csv", "parquet"])
+def test_other_formats(tmp_path, ending):
+    rows = [{"question": "1 + 1?", "solution": "it is \\boxed{2}"}, {"question": "2 + 2?", "solution": "#### 4"}]
+    path = tmp_path / f"data.{ending}"
+    frame = pandas.DataFrame(rows)
+    if ending == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        getattr(frame, f"to_{ending}")(path, index=False)
+    assert load_problems(str(path)) == [
+        {"problem": "1 + 1?", "answer": "2"},
+        {"problem": "2 + 2?", "answer": "4"},
+    ]
+
+
+def test_rows_without_an_answer_are_counted(tmp_path, caplog):
+    rows = [{"problem": "a", "answer": "1"}, {"problem": "b", "answer": ""}, {"problem": " ", "answer": "3"}]
+    assert len(load_problems(write(tmp_path / "a.jsonl", rows))) == 1
+    assert "2 of 3 rows" in caplog.text
+
+
+def test_columns_of_ones_own(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"aufgabe": "1 + 1", "loesung": "2", "answer": "not this"}])
+    found = load_problems(path, problem_column="aufgabe", answer_column="loesung")
+    assert found == [{"problem": "1 + 1", "answer": "2"}]
+    with pytest.raises(ValueError, match="which column holds the problem.*aufgabe, loesung, answer.*problem_column"):
+        load_problems(path)
+    with pytest.raises(ValueError, match="no column 'x'; the columns are"):
+        load_problems(path, problem_column="x")
+
+
+def test_limit(tmp_path, caplog):
+    rows = [{"problem": str(i), "answer": str(i)} for i in range(5)]
+    assert len(load_problems(write(tmp_path / "a.jsonl", rows), limit=2)) == 2
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"problem": "a", "answer": "1"}\n{"problem": }', "a.jsonl, line 2, column 13"),
+        ("a.jsonl", "[1]", "line 1: expected an object"),
+        ("a.json", '[{"problem": 1},\n}', "a.json, line 2, column 1"),
+        ("a.json", '{"problem": "a"}', "expected a list of objects"),
+        ("a.txt", "x", "cannot read .txt"),
+        ("a.jsonl", '{"problem": "a", "answer": ""}', "none of the 1 rows"),
+        ("a.jsonl", "", "which column holds the problem"),
+    ],
+)
+def test_errors_name_the_place(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_problems(str(path))
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ValueError, match="there is no such file"):
+        load_problems(str(tmp_path / "lost.jsonl"))
+
+
+def test_prompts():
+    problems = [{"problem": "1 + 1?", "answer": "2"}]
+    chat = to_prompts(problems, chat=True, system_prompt="Be brief.", instruction="Box it.")[0]
+    assert chat == {
+        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?\n\nBox it."}],
+        "answer": "2",
+    }
+    plain = to_prompts(problems, chat=False, instruction="Box it.")[0]
+    assert plain["prompt"] == "Problem: 1 + 1?\nBox it.\nSolution:"
+    assert to_prompts(problems, chat=True, instruction="")[0]["prompt"] == [{"role": "user", "content": "1 + 1?"}]

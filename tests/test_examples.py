@@ -1,0 +1,58 @@
+"""The scripts run as a user starts them, and what they write is there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hacpo_trl.playground import make_problems, shipped_agent
+from hacpo_trl.report import Evaluation, accuracy_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_script(name, *arguments, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=300)
+
+
+def test_quickstart(tmp_path):
+    done = run_script("quickstart.py", "--rounds", 1, "--held_out", 8, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tiny-char  greedy" in done.stdout and "round 1: tiny-char" in done.stdout
+    assert (tmp_path / "quickstart_out" / "quickstart.png").stat().st_size > 10_000
+    for name in ("tiny-char", "tiny-bpe"):
+        assert (tmp_path / "quickstart_out" / name / "model.safetensors").exists()
+
+
+def test_train_math_on_a_local_file(tmp_path):
+    rows = [{"problem": p["prompt"].strip(), "answer": p["answer"]} for p in make_problems(["addition"], 8, 0)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.yaml").write_text(
+        f"models: [{shipped_agent('tiny-char')}, {shipped_agent('tiny-bpe')}]\n"
+        "dataset: train.jsonl\noutput_dir: out\nagent_names: [a, b]\nmax_rounds: 1\nnum_generations: 4\n"
+        "per_device_train_batch_size: 4\nmax_completion_length: 16\nuse_cpu: true\nbf16: false\n"
+        "gradient_checkpointing: false\nreport_to: none\nsave_strategy: 'no'\npeer_clip_delta: 0.5\n"
+        'agent_overrides: \'{"b": {"learning_rate": 1e-7}}\'\n'
+    )
+    done = run_script("train_math.py", "--config", "run.yaml", "--alpha", 0.5, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "plain text" in done.stdout and "round 1: a" in done.stdout
+    assert (tmp_path / "out" / "a" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "b" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(("arguments", "message"), [([], "Which models"), (["--models", "x"], "Which problems")])
+def test_train_math_asks_for_what_is_missing(tmp_path, arguments, message):
+    done = run_script("train_math.py", "--output_dir", "out", "--use_cpu", "--bf16", "false", *arguments, cwd=tmp_path)
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_table_of_accuracies():
+    table = accuracy_table([Evaluation("a", "greedy", 0.25, 0.5, 100)])
+    assert table.splitlines()[1].split() == ["a", "greedy", "0.250", "0.500", "+25.0", "points"]
+    assert Evaluation("a", "greedy", 0.25, 0.5, 100).error == pytest.approx(0.05)

@@ -1,0 +1,98 @@
+"""Two processes equal one: DDP on a CPU, with killed and resumed runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+WORKER = Path(__file__).parent / "team_worker.py"
+ROOT = Path(__file__).parent.parent
+OVERRIDES = {"bpe": {"learning_rate": 3e-3, "max_grad_norm": 0.3, "beta": 0.05}}
+# Adam blows float noise up to full steps where gradients are tiny: a large epsilon bounds it
+COMMON = {
+    "num_generations": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 2,
+    "beta": 0.1,
+    "peer_clip_delta": 0.9,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-2,
+    "max_rounds": 3,
+}
+
+
+def run(folder, agent_folders, processes, *, launcher=(), expect=0, environment=None, **settings):
+    """Runs the worker; returns each agent's saved weights and the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    changes = dict(settings.pop("config", {}))
+    rows = changes.pop("rows", 8)  # responses of a micro-batch on all processes together
+    settings = {
+        "output_dir": str(folder / "out"),
+        "models": [agent_folders["char"], agent_folders["bpe"]],
+        "names": ["char", "bpe"],
+        "config": {
+            **COMMON,
+            "per_device_train_batch_size": rows // processes,
+            "agent_overrides": OVERRIDES,
+            **changes,
+        },
+        **settings,
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+    command = [sys.executable, *launcher, str(WORKER), str(folder / "settings.json")]
+    if processes > 1:
+        settings["config"].setdefault("ddp_backend", "gloo")
+        (folder / "settings.json").write_text(json.dumps(settings))
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    paths = os.pathsep.join([str(ROOT), str(WORKER.parent)])
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.returncode == 0) == (expect == 0), done.stderr[-5000:]
+    if expect:
+        return None, None
+    out = Path(settings["output_dir"])
+    weights = [load_file(next((out / "final" / name).glob("*.safetensors"))) for name in settings["names"]]
+    return weights, json.loads((out / "report.json").read_text())
+
+
+def assert_same(expected, actual, atol):
+    for a, b in zip(expected, actual, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            torch.testing.assert_close(
+                a[name].float(), b[name].float(), atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.fixture(scope="module")
+def single(agent_folders, tmp_path_factory):
+    """The runs in one process, full and with an adapter."""
+    root = tmp_path_factory.mktemp("single")
+    return {
+        "full": run(root / "full", agent_folders, 1),
+        "lora": run(root / "lora", agent_folders, 1, lora=[True, False]),
+    }
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
+    lora = {"lora": [True, False]} if kind == "lora" else {}
+    weights, report = run(tmp_path, agent_folders, 2, **lora)
+    expected, expected_report = single[kind]
+    assert_same(expected, weights, atol=2e-5)
+    assert report["capability"] == expected_report["capability"]
+    for ours, theirs in zip(report["history"][:-1], expected_report["history"][:-1], strict=True):
+        keys = [k for k in theirs if k.startswith("pair/") or k.endswith(("/reward", "/kl", "/loss", "/entropy"))]
+        assert len(keys) > 5
+        for key in keys:
+            assert ours[key] == pytest.approx(theirs[key], abs=2e-4), key

@@ -1,0 +1,575 @@
+"""Tests of the checks before any weights are loaded: names, lists per agent, models, tokenizers, data sets."""
+
+import copy
+import itertools
+import json
+import pathlib
+import random
+import re
+import warnings
+
+import pytest
+import torch
+from conftest import CHAT_TEMPLATE, SPECS
+from datasets import Dataset, DatasetDict, IterableDataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.processing_utils import ProcessorMixin
+
+import hacpo_trl.team
+from hacpo_trl import HACPOConfig
+from hacpo_trl.playground import build_agent, save_agent
+from hacpo_trl.team import (
+    check_dataset,
+    check_models,
+    load_tokenizers,
+    per_agent,
+    refuse,
+    resolve_names,
+    resolve_optimizers,
+    resolve_peft_configs,
+    warn_if_alone,
+)
+
+
+def config(**changes):
+    return HACPOConfig(**{"output_dir": "out", "use_cpu": True, "bf16": False, **changes})
+
+
+def model():
+    return build_agent(SPECS["char"])[0]
+
+
+def tokenizer():
+    return build_agent(SPECS["char"])[1]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [save_agent(*build_agent(SPECS[name]), root / name) for name in ("char", "bpe")]
+
+
+def message_of(error, function, *args, **kwargs):
+    with pytest.raises(error) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+# -- per_agent --------------------------------------------------------------------------------------------------------
+
+
+def test_per_agent():
+    assert per_agent(3, 2, "x") == [3, 3]
+    assert per_agent([3, None], 2, "x") == [3, None]
+    assert per_agent(None, 3, "x") == [None] * 3
+    assert per_agent(None, 2, "x", default=(1, 2)) == [(1, 2), (1, 2)]
+    assert per_agent(0, 2, "x", default=5) == [0, 0]
+    assert per_agent([], 0, "x") == []
+
+
+def test_per_agent_names_the_argument_and_both_counts():
+    message = message_of(ValueError, per_agent, [1, 2, 3], 2, "peft_configs")
+    assert "peft_configs" in message and "3 values" in message and "2 agents" in message
+    message_of(ValueError, per_agent, [], 1, "x")
+
+
+def test_per_agent_copies_the_list():
+    values = [1, 2]
+    result = per_agent(values, 2, "x")
+    result[0] = 5
+    assert values == [1, 2]
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        (["Qwen/Qwen3-1.7B-Base", "meta-llama/Llama-3.2-3B"], ["Qwen3-1.7B-Base", "Llama-3.2-3B"]),
+        (["some/folder/", "./other"], ["folder", "other"]),
+        (["a/m", "b/m", "c/n", "d/m"], ["m-1", "m-2", "n", "m-3"]),
+        (["m", "m"], ["m-1", "m-2"]),
+        (["a b", "c:d"], ["a-b", "c-d"]),
+        ([".", "..", "/"], ["agent-0", "agent-1", "agent-2"]),
+        (["é", ".hidden"], ["agent-0", "hidden"]),
+        (["only"], ["only"]),
+    ],
+)
+def test_default_names(models, names):
+    assert resolve_names(models, None) == names
+
+
+def test_default_names_of_objects(folders):
+    loaded = AutoModelForCausalLM.from_pretrained(folders[1])
+    assert resolve_names([model(), loaded, folders[0]], None) == ["agent-0", "bpe", "char"]
+
+
+def test_default_names_of_peft_models(folders):
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folders[1]), LoraConfig(target_modules=["q_proj"]))
+    assert resolve_names([adapted], None) == ["bpe"]
+
+
+def test_default_names_of_paths():
+    assert resolve_names([pathlib.Path("models/small"), "large"], None) == ["small", "large"]
+
+
+@pytest.mark.parametrize(
+    "models", [["Org/Qwen", "org/qwen"], ["a-1", "x/a", "y/a"], ["a", "a", "a-2"], ["A", "a", "a"], ["é", "agent-0"]]
+)
+def test_default_names_always_differ(models):
+    # nobody named anything, so nothing is to be complained of
+    names = resolve_names(models, None)
+    assert len({name.lower() for name in names}) == len(models)
+
+
+def test_random_default_names_are_good_folders():
+    generator = random.Random(0)
+    for _ in range(200):
+        models = ["".join(generator.choices("aB.-_/ é1", k=generator.randint(1, 4))) for _ in range(3)]
+        names = resolve_names(models, None)
+        assert all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name) for name in names), (models, names)
+        assert len({name.lower() for name in names}) == 3
+
+
+def test_no_agent_is_named_like_a_checkpoint():
+    # the run's own checkpoints are folders of this name: rotation would delete the agent, resuming would take it
+    (name,) = resolve_names(["runs/first/checkpoint-500"], None)
+    assert not re.fullmatch(r"checkpoint-\d+", name)
+    message = message_of(ValueError, resolve_names, ["a"], ["checkpoint-500"])
+    assert "checkpoint-500" in message
+
+
+def test_given_names_are_kept():
+    assert resolve_names(["x", "x"], ["Weak_1.5b", "strong-3B"]) == ["Weak_1.5b", "strong-3B"]
+    assert resolve_names(["x", "x"], ("a", "b")) == ["a", "b"]
+    names = ["a", "b"]
+    assert resolve_names(["x", "x"], names) is not names
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], []])
+def test_one_name_for_each(names):
+    message = message_of(ValueError, resolve_names, ["x", "y"], names)
+    assert f"{len(names)} names" in message and "2 models" in message
+
+
+def test_one_text_is_no_list_of_names():
+    message_of((ValueError, TypeError), resolve_names, ["x", "y"], "ab")
+    with pytest.raises((ValueError, TypeError)) as caught:
+        resolve_names(["x"], "llama")
+    assert "5 names" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "a\\b", ".", "..", ".a", "-a", "a b", "a\n", "é", "a:b", "a*", "/"])
+def test_names_that_are_no_folders(bad):
+    message = message_of(ValueError, resolve_names, ["x", "y"], [bad, "ok-name"])
+    assert repr(bad) in message
+    suggested = re.search(r"e\.g\. '([^']+)'", message)[1]
+    assert resolve_names(["x", "y"], [suggested, "ok-name"])[0] == suggested
+
+
+@pytest.mark.parametrize("names", [[1, 2], [None, "b"]])
+def test_names_that_are_no_texts(names):
+    message_of((ValueError, TypeError), resolve_names, ["x", "y"], names)
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["Agent", "agent"], ["a", "b", "A"], ["a", "a", "a-1"], ["x-1", "X-1"]])
+def test_equal_names(names):
+    message = message_of(ValueError, resolve_names, ["m"] * len(names), names)
+    assert "must differ" in message and names[0] in message
+    suggested = re.search(r"try (.+)\.$", message)[1].split(", ")
+    assert resolve_names(["m"] * len(names), suggested) == suggested
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_are_there(folders):
+    assert check_models([*folders, model()], ["a", "b", "c"], [config()] * 3) is None
+
+
+def test_all_bad_models_are_named_at_once_and_nothing_is_loaded(folders, monkeypatch, tmp_path):
+    def load(*args, **kwargs):
+        raise AssertionError("weights are being loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{no json")
+    (tmp_path / "unknown").mkdir()
+    (tmp_path / "unknown" / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+    bad = ["nobody/no-such-model", *(str(tmp_path / name) for name in ("missing", "empty", "broken", "unknown"))]
+    models = [folders[0], *bad, folders[1], model()]
+    names = [f"agent{i}" for i in range(len(models))]
+    message = message_of(ValueError, check_models, models, names, [config()] * len(models))
+    lines = message.splitlines()[1:]
+    assert len(lines) == len(bad)
+    for line, name, path in zip(lines, names[1:], bad, strict=False):
+        assert line.startswith(f"- {name}: {path!r}: ") and not line.endswith(": ")
+    assert "nothing was loaded" in message
+
+
+def test_an_error_without_words(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError
+
+    monkeypatch.setattr(hacpo_trl.team.AutoConfig, "from_pretrained", fail)
+    assert "- a: 'some/model'" in message_of(ValueError, check_models, ["some/model"], ["a"], [config()])
+
+
+def test_a_missing_folder_as_a_path_is_noticed(tmp_path):
+    message = message_of(ValueError, check_models, [tmp_path / "missing"], ["a"], [config()])
+    assert "missing" in message
+
+
+def test_no_models():
+    assert "models=[" in message_of(ValueError, check_models, [], [], [])
+
+
+def test_the_same_object_twice():
+    one = model()
+    message = message_of(ValueError, check_models, [one, one], ["a", "b"], [config()] * 2)
+    assert "same model object" in message and "deepcopy" in message
+    assert check_models([one, copy.deepcopy(one)], ["a", "b"], [config()] * 2) is None
+
+
+def test_the_same_path_twice_is_fine(folders):
+    assert check_models([folders[0]] * 2, ["a", "b"], [config()] * 2) is None
+
+
+def test_revision_and_remote_code_reach_the_config(monkeypatch):
+    seen = []
+    monkeypatch.setattr(hacpo_trl.team.AutoConfig, "from_pretrained", lambda *args, **kwargs: seen.append(kwargs))
+    configs = [
+        config(model_init_kwargs={"revision": "v2", "trust_remote_code": True}),
+        config(model_init_kwargs={"dtype": "float32"}, trust_remote_code=True),
+        config(),
+    ]
+    check_models(["x", "y", "z"], ["a", "b", "c"], configs)
+    assert [kwargs["revision"] for kwargs in seen] == ["v2", None, None]
+    assert [kwargs["trust_remote_code"] for kwargs in seen] == [True, True, False]
+
+
+# -- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def tokenizers_of(models, given=None):
+    given = [None] * len(models) if given is None else given
+    return load_tokenizers(models, given, [f"agent{i}" for i in range(len(models))], [config()] * len(models))
+
+
+def test_tokenizers_of_folders(folders):
+    char, bpe = tokenizers_of(folders)
+    assert char("1+1")["input_ids"] == tokenizer()("1+1")["input_ids"]
+    assert len(bpe) == 320
+    assert [t.padding_side for t in (char, bpe)] == ["left", "left"]
+
+
+def test_tokenizer_of_a_loaded_object(folders):
+    loaded = AutoModelForCausalLM.from_pretrained(folders[1])
+    assert len(tokenizers_of([loaded])[0]) == 320
+
+
+def test_given_tokenizers_are_used_as_they_are(folders):
+    mine = tokenizer()
+    result = tokenizers_of([folders[1], folders[1], model()], [mine, None, mine])
+    assert result[0] is mine and result[2] is mine and result[1] is not mine
+
+
+def test_a_missing_padding_token_is_the_end_token():
+    mine = tokenizer()
+    mine.pad_token = None
+    assert tokenizers_of([model()], [mine])[0].pad_token_id == mine.eos_token_id
+
+
+def test_a_given_padding_token_stays():
+    mine = tokenizer()
+    assert tokenizers_of([model()], [mine])[0].pad_token == "<pad>"
+
+
+def test_a_tokenizer_without_end():
+    mine = tokenizer()
+    mine.eos_token = None
+    message = message_of(ValueError, tokenizers_of, [model(), model()], [tokenizer(), mine])
+    assert "'agent1'" in message and "eos_token" in message
+
+
+def test_an_object_without_a_path():
+    message = message_of(ValueError, tokenizers_of, [model()])
+    assert "'agent0'" in message and "processing_classes" in message
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    model().save_pretrained(tmp_path / "bare")
+    message = message_of(ValueError, tokenizers_of, [str(tmp_path / "bare")])
+    assert "'agent0'" in message and "bare" in message
+
+
+def test_processors_of_images_are_refused():
+    class Processor(ProcessorMixin):
+        def __init__(self):
+            pass
+
+    message = message_of(ValueError, tokenizers_of, [model()], [Processor()])
+    assert "'agent0'" in message and "processor.tokenizer" in message
+
+
+def test_tokenizers_in_a_tuple(folders):
+    # models may be a tuple, so this is near
+    pair = (tokenizer(), tokenizer())
+    try:
+        given = per_agent(pair, 2, "processing_classes")
+        result = tokenizers_of(folders, given)
+    except (ValueError, TypeError) as error:
+        assert "processing_classes" in str(error) or "agent0" in str(error)
+    else:
+        assert [t is p for t, p in zip(result, pair, strict=True)] == [True, True]
+
+
+def test_revision_and_remote_code_reach_the_tokenizer(monkeypatch):
+    seen = []
+
+    def load(path, **kwargs):
+        seen.append((path, kwargs["revision"], kwargs["trust_remote_code"]))
+        return tokenizer()
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    args = config(model_init_kwargs={"revision": "v2", "trust_remote_code": True})
+    load_tokenizers(["x", "y"], [None, None], ["a", "b"], [args, config()])
+    assert seen == [("x", "v2", True), ("y", None, False)]
+
+
+# -- data sets --------------------------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "1+1="}]
+
+
+def rows(count=16, **columns):
+    return Dataset.from_list([{"prompt": "1+1=", **columns}] * count)
+
+
+def stream(*examples):
+    return IterableDataset.from_generator(lambda: iter(list(examples)))
+
+
+def check(dataset, tokenizers=None, **changes):
+    tokenizers = [tokenizer()] if tokenizers is None else tokenizers
+    return check_dataset(dataset, tokenizers, [f"agent{i}" for i in range(len(tokenizers))], config(**changes))
+
+
+def with_template():
+    mine = tokenizer()
+    mine.chat_template = CHAT_TEMPLATE
+    return mine
+
+
+def test_good_data_sets():
+    check(rows())
+    check(rows(answer="2"))
+    check(rows().to_iterable_dataset())
+    check(stream({"prompt": "1+1="}))
+    check(rows(prompt=CHAT), [with_template(), with_template()])
+    check(stream({"prompt": CHAT, "answer": "2"}), [with_template()])
+
+
+@pytest.mark.parametrize("dataset", [None, [{"prompt": "x"}], "math", {"train": []}, DatasetDict()], ids=repr)
+def test_things_that_are_no_data_set(dataset):
+    message = message_of(TypeError, check, dataset)
+    assert type(dataset).__name__ in message and "Dataset.from_list" in message
+
+
+def test_no_column_prompt():
+    message = message_of(ValueError, check, Dataset.from_list([{"problem": "1+1=", "answer": "2"}] * 16))
+    assert "'prompt'" in message and "problem, answer" in message and "rename_column" in message
+    assert "none" in message_of(ValueError, check, Dataset.from_dict({}))
+
+
+def test_no_column_prompt_in_a_stream():
+    # a stream does not know its columns beforehand
+    dataset = stream({"problem": "1+1=", "answer": "2"})
+    message = message_of(ValueError, check, dataset)
+    assert "'prompt'" in message and "problem" in message
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images(column):
+    assert column in message_of(ValueError, check, rows(**{column: 1}))
+
+
+def test_images_in_a_stream():
+    assert "image" in message_of(ValueError, check, stream({"prompt": "1+1=", "image": 1}))
+
+
+def test_too_few_prompts():
+    check(rows(4), num_generations=4, steps_per_generation=2)
+    message = message_of(ValueError, check, rows(3), num_generations=4, steps_per_generation=2)
+    assert "3 prompts" in message and "takes 4" in message and "=16 / num_generations=4" in message
+    assert "0 prompts" in message_of(ValueError, check, rows(1).select([]))
+
+
+def test_an_empty_stream():
+    message_of(ValueError, check, IterableDataset.from_generator(lambda: iter([])))
+
+
+def test_chats_need_a_template_for_every_agent():
+    message = message_of(ValueError, check, rows(prompt=CHAT), [with_template(), tokenizer()])
+    assert "'agent1'" in message and "chat_template" in message
+
+
+@pytest.mark.parametrize("prompt", [["1+1="], 5, None, [{"from": "user", "value": "x"}], {"role": "user"}], ids=repr)
+def test_prompts_that_are_neither_text_nor_chat(prompt):
+    message = message_of(ValueError, check, rows(prompt=prompt), [with_template()])
+    assert type(prompt).__name__ in message and '"role"' in message
+
+
+def test_an_empty_chat():
+    message_of(ValueError, check, rows(prompt=[]), [with_template()])
+
+
+@pytest.mark.parametrize("others", ["completion", "messages", "chosen", "rejected"])
+def test_only_the_prompt_decides_whether_it_is_a_chat(monkeypatch, others):
+    # TRL's test looks at whichever of these columns comes first out of a set, in another order in every process
+    original = hacpo_trl.team.is_conversational
+
+    def unlucky(example):
+        worst = [key for key in example if key != "prompt"] or ["prompt"]
+        return any(original({key: example[key]}) for key in worst if key in ("prompt", others))
+
+    monkeypatch.setattr(hacpo_trl.team, "is_conversational", unlucky)
+    check(rows(**{others: CHAT}))  # texts, without a template
+    check(rows(prompt=CHAT, **{others: "2"}), [with_template()])
+    assert "chat template" in message_of(ValueError, check, rows(prompt=CHAT, **{others: "2"}), [tokenizer()])
+
+
+def test_the_check_takes_one_example_of_a_stream():
+    taken = []
+
+    def generate():
+        for i in itertools.count():
+            taken.append(i)
+            yield {"prompt": f"{i}+1="}
+
+    check(IterableDataset.from_generator(generate))
+    assert len(taken) <= 2
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def sgd():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def test_no_optimizers():
+    assert resolve_optimizers(None, 2) == [((None, None), None)] * 2
+    assert resolve_optimizers((None, None), 2) == [((None, None), None)] * 2
+    assert resolve_optimizers([None, None], 2) == [((None, None), None)] * 2
+
+
+def test_one_class_for_all():
+    arguments = {"lr": 0.1}
+    result = resolve_optimizers((torch.optim.SGD, arguments), 3)
+    assert result == [((None, None), (torch.optim.SGD, {"lr": 0.1}))] * 3
+    result[0][1][1]["lr"] = 5.0
+    assert arguments == {"lr": 0.1} and result[1][1][1] == {"lr": 0.1}
+    assert resolve_optimizers((torch.optim.SGD, None), 1) == [((None, None), (torch.optim.SGD, {}))]
+
+
+def test_one_for_each_agent():
+    one = sgd()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(one)
+    result = resolve_optimizers([(one, scheduler), (torch.optim.SGD, {"lr": 0.2}), None, (sgd(), None)], 4)
+    assert result[0] == ((one, scheduler), None)
+    assert result[1] == ((None, None), (torch.optim.SGD, {"lr": 0.2}))
+    assert result[2] == ((None, None), None)
+    assert isinstance(result[3][0][0], torch.optim.SGD) and result[3][1] is None
+
+
+def test_one_agent_takes_what_trainer_takes():
+    one = sgd()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(one)
+    assert resolve_optimizers((one, scheduler), 1) == [((one, scheduler), None)]
+
+
+def test_one_optimizer_for_several_agents():
+    message = message_of(ValueError, resolve_optimizers, (sgd(), None), 2)
+    assert "list" in message and "(optimizer class, arguments)" in message
+
+
+def test_one_optimizer_in_a_list_for_several_agents():
+    one = sgd()
+    message_of(ValueError, resolve_optimizers, [(one, None), (one, None)], 2)
+
+
+def test_one_scheduler_for_several_agents():
+    scheduler = torch.optim.lr_scheduler.ConstantLR(sgd())
+    message_of(ValueError, resolve_optimizers, (None, scheduler), 2)
+
+
+def test_a_list_of_optimizers_of_another_length():
+    assert "optimizers" in message_of(ValueError, resolve_optimizers, [(sgd(), None)], 2)
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+def test_a_bare_class_or_optimizer(agents):
+    for bare in (torch.optim.SGD, sgd()):
+        assert "optimizers" in message_of((ValueError, TypeError), resolve_optimizers, bare, agents)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_adapters():
+    assert resolve_peft_configs(None, ["x", "y"], ["a", "b"]) == [None, None]
+
+
+def test_every_agent_gets_a_copy_of_the_adapters_settings():
+    adapter = LoraConfig(r=3, target_modules=["q_proj"])
+    one, two = resolve_peft_configs(adapter, ["x", "y"], ["a", "b"])
+    assert one is not two and one is not adapter and one.r == two.r == 3
+    one.base_model_name_or_path = "x"
+    one.target_modules.add("v_proj")
+    assert two.base_model_name_or_path is None and adapter.base_model_name_or_path is None
+    assert two.target_modules == adapter.target_modules == {"q_proj"}
+
+
+def test_adapters_for_some():
+    adapter = LoraConfig(r=3)
+    one, two = resolve_peft_configs([adapter, None], ["x", "y"], ["a", "b"])
+    assert one.r == 3 and one is not adapter and two is None
+    assert "peft_configs" in message_of(ValueError, resolve_peft_configs, [adapter], ["x", "y"], ["a", "b"])
+
+
+def test_an_adapter_on_an_adapter():
+    adapter = LoraConfig(target_modules=["q_proj"])
+    adapted = get_peft_model(model(), copy.deepcopy(adapter))
+    message = message_of(ValueError, resolve_peft_configs, adapter, ["x", adapted], ["a", "b"])
+    assert "'b'" in message and "None" in message
+    assert resolve_peft_configs([adapter, None], ["x", adapted], ["a", "b"])[1] is None
+
+
+# -- refusals and warnings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factory", "rollout_func"])
+def test_refused_arguments(name):
+    message = message_of(ValueError, refuse, **{name: [print]})
+    assert message.startswith(f"{name} is not supported: ") and "GRPOTrainer" in message
+
+
+def test_nothing_to_refuse():
+    assert refuse(tools=None, environment_factory=None, rollout_func=None) is None
+    assert refuse(tools=[]) is None
+
+
+def test_naive_sharing_alone():
+    configs = {method: config(method=method) for method in ("hacpo", "naive", "gspo", "grpo")}
+    naive = configs.pop("naive")
+    with pytest.warns(UserWarning, match="nobody to share with"):
+        warn_if_alone(["a"], naive)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for args in configs.values():
+            warn_if_alone(["a"], args)
+        warn_if_alone(["a", "b"], naive)
