@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, is_peft_model
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerState
@@ -64,6 +65,10 @@ class HACPOAgent(GRPOTrainer):
         self._final_step: int | None = None
         self._round_start = 0
         self.timings: dict[str, float] = defaultdict(float)  # seconds by phase, of the whole run
+        if args.deepspeed_plugin is not None:
+            # Accelerate knows one DeepSpeed plugin a process; every agent has its own, see `activate`
+            AcceleratorState._reset_state()
+            args.deepspeed_plugin.set_deepspeed_weakref()
         with _loadable_reference(model, args):
             super().__init__(model, reward_funcs, args, **kwargs)
         _fix_absolute_positions(self.accelerator.unwrap_model(self.model))
@@ -71,6 +76,14 @@ class HACPOAgent(GRPOTrainer):
         self._end_id: int | None = None
         if agent_index > 0:
             self.remove_callback(PrinterCallback)  # a peer reports through the leader
+
+    def activate(self) -> None:
+        """Makes this agent's DeepSpeed plugin the current one of the process, as all DeepSpeed code here reads it.
+
+        Without care an agent would run with another's accumulation, clipping and bucket sizes, and nothing would fail.
+        """
+        if self.is_deepspeed_enabled:
+            AcceleratorState().select_deepspeed_plugin(self.agent_name)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -83,6 +96,7 @@ class HACPOAgent(GRPOTrainer):
         Returns:
             The responses, on the CPU.
         """
+        self.activate()
         started, graded_before = time.perf_counter(), self.timings["grading"]
         self.model_wrapped.train()  # TRL reads from the model's mode whether it samples for training
         output = self._generate_and_score_completions(inputs)
@@ -247,6 +261,7 @@ class HACPOAgent(GRPOTrainer):
         )
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        self.activate()
         started = time.perf_counter()
         if self._plan[self._step % self.steps_per_round]:
             loss = super().training_step(model, inputs, num_items_in_batch)
@@ -341,6 +356,7 @@ class HACPOAgent(GRPOTrainer):
     ):
         # `Trainer.train` ends in this loop. A peer only gets ready here; the leader runs the loop.
         self.accelerator.free_memory()
+        self.model_wrapped = self.model  # an engine of an earlier run cannot be prepared again
         self._step = 0
         self.state = TrainerState()
         if resume_from_checkpoint is not None:
@@ -350,6 +366,20 @@ class HACPOAgent(GRPOTrainer):
         self.state.max_steps = self._final_step
         model, _ = self._prepare_for_training(self._final_step, None, resume_from_checkpoint)
         model.zero_grad()
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        self.activate()
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See `Trainer.save_model`."""
+        self.activate()
+        super().save_model(output_dir, _internal_call)
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """See `Trainer.evaluate`."""
+        self.activate()
+        return super().evaluate(*args, **kwargs)
 
     def run_until(self, step: int) -> None:
         """Moves a peer on to a number of micro-batches of the running round.
@@ -391,7 +421,8 @@ class HACPOAgent(GRPOTrainer):
         grad_norm = self._get_grad_norm(self.model_wrapped, grad_norm=grad_norm)
         self.optimizer.step()
         metrics["learning_rate"] = [self._get_learning_rate()]
-        metrics["grad_norm"].append(grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm)
+        if grad_norm is not None:
+            metrics["grad_norm"].append(grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm)
         loss = torch.tensor([sum(self._losses)], device=self.accelerator.device)
         metrics["loss"].append(self.accelerator.gather(loss).mean().item())
         self._losses.clear()

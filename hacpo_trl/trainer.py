@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
@@ -154,6 +155,10 @@ class HACPOTrainer(HACPOAgent):
             )
             peer.remove_callback(DefaultFlowCallback)
             self.agents.append(peer)
+        if self.is_deepspeed_enabled:
+            plugins = {agent.agent_name: agent.args.deepspeed_plugin for agent in self.agents}
+            AcceleratorState().deepspeed_plugins = plugins
+            self.activate()
         for callback in (ProgressCallback, PrinterCallback):
             if self.pop_callback(callback) is not None:
                 self.add_callback(RoundProgress(self))
@@ -184,6 +189,7 @@ class HACPOTrainer(HACPOAgent):
         self._skip_epochs = 0
         self._step = 0
         self._waiting.clear()
+        self.model_wrapped = self.model  # an engine of an earlier run cannot be prepared again
         if resume_from_checkpoint:
             resume_from_checkpoint, state = check_checkpoint(resume_from_checkpoint, self)
             self.capability.load_state_dict(state["capability"])

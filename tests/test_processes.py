@@ -96,3 +96,44 @@ def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
         assert len(keys) > 5
         for key in keys:
             assert ours[key] == pytest.approx(theirs[key], abs=2e-4), key
+
+
+@pytest.fixture(scope="module")
+def zero_environment(tmp_path_factory):
+    """Environment of a DeepSpeed run on the CPU, by ZeRO stage."""
+
+    def environment(stage):
+        path = tmp_path_factory.mktemp("deepspeed") / f"zero{stage}.json"
+        zero = {"stage": stage, "overlap_comm": False}
+        if stage == 3:
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
+        names = (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "gradient_clipping",
+        )
+        path.write_text(json.dumps({**dict.fromkeys(names, "auto"), "zero_optimization": zero}))
+        return {
+            "DS_ACCELERATOR": "cpu",
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # for ninja
+        }
+
+    return environment
+
+
+ZERO = {"use_cpu": False}
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(3, "full"), (3, "lora"), (2, "full")])
+def test_zero_equals_one_process(agent_folders, tmp_path, single, zero_environment, stage, kind):
+    lora = {"lora": [True, False]} if kind == "lora" else {}
+    weights, report = run(tmp_path, agent_folders, 2, environment=zero_environment(stage), config=ZERO, **lora)
+    expected, expected_report = single[kind]
+    assert_same(expected, weights, atol=1e-4)
+    assert report["capability"] == expected_report["capability"]
+    leader, peer = report["engines"]
+    assert leader["gradient_clipping"] == 1.0 and peer["gradient_clipping"] == 0.3
+    assert leader["gradient_accumulation_steps"] == peer["gradient_accumulation_steps"] == 2
