@@ -47,6 +47,8 @@ def sample(self, prompt_ids, images, multimodal_fields, num_generations, **kwarg
         text = "".join("0123456789 +=;"[d % 14] for d in digest[1 : 1 + length])
         tokens = self._tokenizer(text)["input_ids"][: self.max_completion_length - 1]
         responses.append(tokens + [self.eos_token_ids[0]] if digest[31] % 3 else tokens)
+    if SETTINGS.get("fail_on_rank") == self.accelerator.process_index:
+        raise RuntimeError("this rank fails")
     if SETTINGS.get("kill") == f"sampling {number} {self.agent_name}":
         os.kill(os.getpid(), signal.SIGKILL)
     return responses, None
@@ -113,4 +115,7 @@ def main():
 if __name__ == "__main__":
     main()
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # now and then a thread of gloo aborts the interpreter's own way out

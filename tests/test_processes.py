@@ -1,14 +1,16 @@
-"""Two processes equal one: DDP on a CPU, with killed and resumed runs."""
+"""Two processes equal one, with DDP and with DeepSpeed on a CPU; killed runs resume and end at the same weights."""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 WORKER = Path(__file__).parent / "team_worker.py"
 ROOT = Path(__file__).parent.parent
@@ -61,8 +63,14 @@ def run(folder, agent_folders, processes, *, launcher=(), expect=0, environment=
     if expect:
         return None, None
     out = Path(settings["output_dir"])
-    weights = [load_file(next((out / "final" / name).glob("*.safetensors"))) for name in settings["names"]]
+    weights = [load(out / "final" / name) for name in settings["names"]]
     return weights, json.loads((out / "report.json").read_text())
+
+
+def load(folder):
+    """Weights by name, as a user loads them; of an adapter its own."""
+    adapter = folder / "adapter_model.safetensors"
+    return load_file(adapter) if adapter.exists() else AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
 def assert_same(expected, actual, atol):
@@ -137,3 +145,33 @@ def test_zero_equals_one_process(agent_folders, tmp_path, single, zero_environme
     leader, peer = report["engines"]
     assert leader["gradient_clipping"] == 1.0 and peer["gradient_clipping"] == 0.3
     assert leader["gradient_accumulation_steps"] == peer["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("kill", "left", "stage"),
+    [
+        ("sampling 2 bpe", "checkpoint-4", None),  # in the last round, before anybody learned from it
+        ("updating 5", "checkpoint-4", None),  # the peer has made an update that the leader has not
+        ("saving 4", "checkpoint-2", None),
+        ("saving 4", "checkpoint-2", 3),
+        ("updating 5", "checkpoint-4", 3),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_weights(
+    agent_folders, tmp_path, single, zero_environment, kill, left, stage
+):
+    environment = zero_environment(stage) if stage else None
+    saving = {"save_strategy": "steps", "save_steps": 2, **(ZERO if stage else {})}
+    run(tmp_path, agent_folders, 2, expect=1, kill=kill, config=saving, environment=environment)
+    checkpoints = sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*"))
+    assert checkpoints[-1] == left
+    weights, report = run(tmp_path, agent_folders, 2, resume=True, config=saving, environment=environment)
+    expected, expected_report = single["full"]
+    assert_same(expected, weights, atol=1e-4 if stage else 2e-5)
+    assert report["capability"] == expected_report["capability"]
+
+
+def test_a_failing_rank_stops_the_run_at_once(agent_folders, tmp_path):
+    started = time.monotonic()
+    run(tmp_path, agent_folders, 2, expect=1, fail_on_rank=1)
+    assert time.monotonic() - started < 90
