@@ -22,6 +22,7 @@ from .config import HACPOConfig
 from .objective import capability_aware_advantages
 from .progress import RoundProgress
 from .rollouts import Rollout
+from .sharing import share_bases
 from .team import (
     check_dataset,
     check_models,
@@ -89,6 +90,11 @@ class HACPOTrainer(HACPOAgent):
         args.check_agents(names)
         warn_if_alone(names, args)
         configs = [args.for_agent(name, leader=i == 0) for i, name in enumerate(names)]
+        if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+            raise ValueError(
+                "FSDP is not supported: accelerate has one FSDP plugin a process, a team needs one for each agent. "
+                "Use DeepSpeed: accelerate launch --config_file examples/configs/zero3.yaml ..."
+            )
         if args.push_to_hub:
             raise ValueError(
                 "push_to_hub=True is not supported yet: save_model() writes a folder for every agent, which "
@@ -135,6 +141,7 @@ class HACPOTrainer(HACPOAgent):
                 "num_agents": count,
             }
 
+        models = share_bases(models, adapters, quantizations, configs)
         reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(
             models[0],

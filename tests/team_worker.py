@@ -102,6 +102,8 @@ def main():
     trainer.save_model(os.path.join(SETTINGS["output_dir"], "final"))
     if trainer.accelerator.is_main_process:
         report = {"history": trainer.state.log_history, "capability": trainer.capability.state_dict()}
+        first = {id(p) for p in trainer.agents[0].model.parameters()}
+        report["shared_parameters"] = sum(id(p) in first for p in trainer.agents[1].model.parameters())
         report["engines"] = [
             {k: v for k, v in (agent.accelerator.deepspeed_config or {}).items() if not isinstance(v, dict)}
             if hasattr(agent.accelerator, "deepspeed_config")

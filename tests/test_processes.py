@@ -147,6 +147,21 @@ def test_zero_equals_one_process(agent_folders, tmp_path, single, zero_environme
     assert leader["gradient_accumulation_steps"] == peer["gradient_accumulation_steps"] == 2
 
 
+def test_a_shared_base_under_zero_3(agent_folders, tmp_path, zero_environment):
+    """Two adapters on one sharded base: as in one process."""
+    settings = {
+        "models": [agent_folders["bpe"]] * 2,
+        "names": ["one", "bpe"],
+        "lora": [True, True],
+    }
+    expected, _ = run(tmp_path / "single", agent_folders, 1, **settings)
+    weights, report = run(
+        tmp_path / "zero", agent_folders, 2, environment=zero_environment(3), **settings, config=ZERO
+    )
+    assert_same(expected, weights, atol=1e-4)
+    assert report["shared_parameters"] > 0
+
+
 @pytest.mark.parametrize(
     ("kill", "left", "stage"),
     [

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+import shutil
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.agent import _fix_absolute_positions
+from hacpo_trl.progress import RoundProgress
 
 PAIR = ["char", "bpe"]
 
@@ -344,6 +346,38 @@ def test_adapters_and_full_agents_in_one_team(agent_folders, tmp_path):
     trainer.save_model()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(agent_folders["char"]), tmp_path / "char")
     assert torch.equal(weights(loaded), weights(lora.model))
+
+
+def test_adapters_on_one_base_hold_it_once(agent_folders, tmp_path):
+    """Four agents on one base take little more than one, and train exactly as on bases of their own."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    names = ["a", "b", "c", "d"]
+
+    def train(folders, folder):
+        trainer = HACPOTrainer(
+            [folders[name] for name in names],
+            digit_reward,
+            config(tmp_path / folder, beta=0.1, peer_clip_delta=0.9),
+            dataset(),
+            peft_configs=adapter,
+            agent_names=names,
+        )
+        trainer.remove_callback(RoundProgress)
+        trainer.train()
+        return trainer
+
+    def held(agents):
+        tensors = {p.data_ptr(): p.numel() * p.element_size() for agent in agents for p in agent.model.parameters()}
+        return sum(tensors.values())
+
+    shared = train(dict.fromkeys(names, agent_folders["char"]), "shared")
+    assert held(shared.agents) <= 1.15 * held(shared.agents[:1])
+    copies = {name: shutil.copytree(agent_folders["char"], tmp_path / f"base_{name}") for name in names}
+    apart = train({name: str(path) for name, path in copies.items()}, "apart")
+    assert held(apart.agents) > 3.5 * held(apart.agents[:1])
+    for a, b in zip(all_weights(shared), all_weights(apart), strict=True):
+        assert torch.equal(a, b)
+    assert len({tuple(w.tolist()) for w in all_weights(shared)}) == 4  # each has an adapter of its own
 
 
 def test_a_peft_model_is_compared_with_its_own_start(agent_folders, tmp_path):
