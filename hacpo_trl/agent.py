@@ -22,6 +22,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import HACPOConfig
 from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
+from .offload import Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
 
 logger = logging.get_logger(__name__)
@@ -41,6 +42,7 @@ class HACPOAgent(GRPOTrainer):
         agent_name: its name in logs and folders.
         agent_index: its place in the team.
         num_agents: N.
+        residency: where agents sleep, or None to hold all on the device.
         **kwargs: passed on to `GRPOTrainer`.
     """
 
@@ -54,11 +56,21 @@ class HACPOAgent(GRPOTrainer):
     }
 
     def __init__(
-        self, model, reward_funcs, args: HACPOConfig, *, agent_name: str, agent_index: int, num_agents: int, **kwargs
+        self,
+        model,
+        reward_funcs,
+        args: HACPOConfig,
+        *,
+        agent_name: str,
+        agent_index: int,
+        num_agents: int,
+        residency: Residency | None = None,
+        **kwargs,
     ):
         self.agent_name = agent_name
         self.agent_index = agent_index
         self.num_agents = num_agents
+        self.residency = residency
         self._plan: list[list[Row]] = []
         self._graded: dict[str, Any] | None = None
         self._losses: list[float] = []
@@ -74,16 +86,22 @@ class HACPOAgent(GRPOTrainer):
         _fix_absolute_positions(self.accelerator.unwrap_model(self.model))
         self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
         self._end_id: int | None = None
+        if residency is not None:
+            residency.register(self)
         if agent_index > 0:
             self.remove_callback(PrinterCallback)  # a peer reports through the leader
 
     def activate(self) -> None:
-        """Makes this agent's DeepSpeed plugin the current one of the process, as all DeepSpeed code here reads it.
+        """Makes the process ready to run this agent: before anything else of it is used.
 
-        Without care an agent would run with another's accumulation, clipping and bucket sizes, and nothing would fail.
+        With DeepSpeed its plugin becomes the process's current one: else the agent would run with another's
+        accumulation, clipping and bucket sizes, and nothing would fail. With `offload_inactive_agents` its states come
+        back to the device, and the other agents' go to sleep.
         """
         if self.is_deepspeed_enabled:
             AcceleratorState().select_deepspeed_plugin(self.agent_name)
+        if self.residency is not None:
+            self.residency.wake(self)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -370,6 +388,18 @@ class HACPOAgent(GRPOTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self.activate()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        self.activate()
+        super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self.activate()
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        self.activate()
+        super()._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """See `Trainer.save_model`."""

@@ -33,7 +33,7 @@ _TEAM_FIELDS = frozenset(
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
     reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds baseline
     advantage_epsilon peer_advantages capability_coefficient report_to shuffle_dataset remove_unused_columns
-    log_completions push_to_hub save_only_model eval_delay run_name""".split()
+    log_completions offload_inactive_agents push_to_hub save_only_model eval_delay run_name""".split()
 )
 
 # Keys of `generation_kwargs` that change what is sampled but not the probabilities that the ratio is made of.
@@ -86,6 +86,9 @@ class HACPOConfig(GRPOConfig):
             learner's `max_completion_length`. `mask_truncated_completions` drops it, too.
         skip_silent_responses: leave out the forward and backward pass of peers' responses whose advantage is 0. They
             have no gradient, so the weights stay the same; False runs them all, for complete ratio statistics.
+        offload_inactive_agents: park the states of all agents but the running one in the CPU's memory, so that the
+            device holds about one agent at a time. Agents then update one after the other in a round; the results are
+            the same. With DeepSpeed it needs ZeRO-3. After training, `agent.activate()` brings an agent back.
         agent_overrides: other settings for single agents, by name:
             `{"llama-3b": {"learning_rate": 5e-7, "chat_template_kwargs": {...}}}`.
 
@@ -166,6 +169,9 @@ class HACPOConfig(GRPOConfig):
     )
     skip_silent_responses: bool = field(
         default=True, metadata={"help": "Spare the passes over peers' responses that have no advantage."}
+    )
+    offload_inactive_agents: bool = field(
+        default=False, metadata={"help": "Park the states of agents that are not running in the CPU's memory."}
     )
     agent_overrides: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Settings for single agents, by name (JSON on the command line)."}

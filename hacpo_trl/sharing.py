@@ -1,6 +1,7 @@
 """One base model for several adapters: module trees of their own over the same frozen parameters."""
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,17 @@ def share_bases(
         for i in members:
             result[i] = structural_copy(base)
     return result
+
+
+def shared_tensors(models: Sequence[Any]) -> set[int]:
+    """Ids of the parameters and buffers that stand in more than one of some models."""
+    counts = Counter(
+        tensor_id
+        for model in models
+        if not isinstance(model, str)
+        for tensor_id in {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    )
+    return {tensor_id for tensor_id, count in counts.items() if count > 1}
 
 
 def _load(path: str, quantization: Any, args: HACPOConfig) -> PreTrainedModel:

@@ -284,6 +284,26 @@ def refuse(**unsupported: Any) -> None:
             raise ValueError(f"{name} is not supported: {reasons[name]}. Train such an agent with TRL's GRPOTrainer.")
 
 
+def check_offload(configs: Sequence[HACPOConfig], quantizations: Sequence[Any]) -> None:
+    """Checks what `offload_inactive_agents` cannot move.
+
+    Raises:
+        ValueError: for DeepSpeed below ZeRO-3 and for quantized models.
+    """
+    for args in configs:
+        plugin = args.deepspeed_plugin
+        if plugin is not None and plugin.zero_stage != 3:
+            raise ValueError(
+                f"offload_inactive_agents=True needs ZeRO-3, not ZeRO-{plugin.zero_stage}: DeepSpeed cannot move the "
+                "states of the lower stages. Use examples/configs/zero3.yaml, or no DeepSpeed."
+            )
+    if any(quantization is not None for quantization in quantizations):
+        raise ValueError(
+            "offload_inactive_agents=True cannot move quantized weights. Agents with adapters on the same quantized "
+            "model hold it once anyway; leave the setting off."
+        )
+
+
 def warn_if_alone(names: Sequence[str], args: HACPOConfig) -> None:
     """Says when a setting of the team cannot act because there is one agent only."""
     if len(names) == 1 and args.method == "naive":

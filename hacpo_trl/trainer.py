@@ -20,12 +20,14 @@ from .capability import CapabilityTracker
 from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
 from .config import HACPOConfig
 from .objective import capability_aware_advantages
+from .offload import Residency
 from .progress import RoundProgress
 from .rollouts import Rollout
-from .sharing import share_bases
+from .sharing import share_bases, shared_tensors
 from .team import (
     check_dataset,
     check_models,
+    check_offload,
     load_tokenizers,
     per_agent,
     refuse,
@@ -104,6 +106,8 @@ class HACPOTrainer(HACPOAgent):
         adapters = resolve_peft_configs(peft_configs, models, names)
         quantizations = per_agent(quantization_configs, count, "quantization_configs")
         optimizers = resolve_optimizers(optimizers, count)
+        if args.offload_inactive_agents:
+            check_offload(configs, quantizations)
         check_models(models, names, configs)
         tokenizers = load_tokenizers(
             models, per_agent(processing_classes, count, "processing_classes"), names, configs
@@ -139,9 +143,11 @@ class HACPOTrainer(HACPOAgent):
                 "agent_name": names[i],
                 "agent_index": i,
                 "num_agents": count,
+                "residency": residency,
             }
 
         models = share_bases(models, adapters, quantizations, configs)
+        residency = Residency(shared_tensors(models)) if args.offload_inactive_agents else None
         reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(
             models[0],
@@ -249,6 +255,9 @@ class HACPOTrainer(HACPOAgent):
         position = self._step % self.steps_per_round
         if position == 0:
             self._start_round(inputs)
+            if self.residency is not None:  # one after the other: the device holds one agent
+                for peer in self.agents[1:]:
+                    peer.run_until(peer.steps_per_round)
         loss = super().training_step(model, inputs, num_items_in_batch)
         for peer in self.agents[1:]:
             peer.run_until((position + 1) * peer.steps_per_round // self.steps_per_round)

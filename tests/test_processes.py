@@ -147,6 +147,20 @@ def test_zero_equals_one_process(agent_folders, tmp_path, single, zero_environme
     assert leader["gradient_accumulation_steps"] == peer["gradient_accumulation_steps"] == 2
 
 
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_sleeping_agents_under_zero_3(agent_folders, tmp_path, single, zero_environment, kind):
+    lora = {"lora": [True, False]} if kind == "lora" else {}
+    settings = {**ZERO, "offload_inactive_agents": True, "save_strategy": "steps", "save_steps": 2}
+    weights, _ = run(tmp_path, agent_folders, 2, environment=zero_environment(3), config=settings, **lora)
+    assert_same(single[kind][0], weights, atol=1e-4)
+    assert (tmp_path / "out" / "checkpoint-6" / "bpe").exists()
+
+
+def test_sleeping_agents_need_zero_3(agent_folders, tmp_path, zero_environment):
+    settings = {**ZERO, "offload_inactive_agents": True}
+    run(tmp_path, agent_folders, 2, expect=1, environment=zero_environment(2), config=settings)
+
+
 def test_a_shared_base_under_zero_3(agent_folders, tmp_path, zero_environment):
     """Two adapters on one sharded base: as in one process."""
     settings = {

@@ -21,6 +21,7 @@ from transformers import (
 
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.agent import _fix_absolute_positions
+from hacpo_trl.offload import resident_bytes
 from hacpo_trl.progress import RoundProgress
 
 PAIR = ["char", "bpe"]
@@ -551,3 +552,59 @@ def test_a_data_set_without_answers_says_so(agent_folders, tmp_path):
 def test_chats_without_a_template_are_refused(agent_folders, tmp_path):
     with pytest.raises(ValueError, match="tokenizer of agent 'char' has no chat template"):
         team(agent_folders, PAIR, config(tmp_path), train_dataset=chat_dataset())
+
+
+def test_sleeping_agents_learn_the_same(agent_folders, tmp_path):
+    """One agent at a time is on the device, the weights and checkpoints are those of a run without sleep."""
+    results, peaks = [], []
+    for offload in (False, True):
+        folder = tmp_path / str(offload)
+        settings = {"beta": 0.1, "peer_clip_delta": 0.9, "save_strategy": "steps", "save_steps": 4}
+        trainer = team(agent_folders, PAIR, config(folder, offload_inactive_agents=offload, **settings))
+        peak = 0
+        for agent in trainer.agents:
+            update = agent._clip_grad_norm
+
+            def watched(model, update=update, agents=trainer.agents):
+                nonlocal peak
+                peak = max(peak, resident_bytes(agents))
+                return update(model)
+
+            agent._clip_grad_norm = watched
+        trainer.train()
+        peaks.append(peak)
+        resumed = team(
+            agent_folders, PAIR, config(folder, offload_inactive_agents=offload, **{**settings, "max_rounds": 3})
+        )
+        resumed.train(resume_from_checkpoint=True)
+        resumed.save_model()
+        results.append([weights(AutoModelForCausalLM.from_pretrained(folder / name)) for name in PAIR])
+        largest = 0
+        for agent in resumed.agents:
+            agent.activate()
+            largest = max(largest, resident_bytes([agent]))
+            assert torch.isfinite(weights(agent.model)).all() and len(weights(agent.model))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    gradients = max(p.numel() * 4 for p in [torch.empty(len(r)) for r in results[0]])
+    assert peaks[1] <= 1.2 * (largest + gradients) < peaks[0]
+
+
+def test_sleeping_adapters_leave_a_shared_base_awake(agent_folders, tmp_path):
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    results = []
+    for offload in (False, True):
+        trainer = HACPOTrainer(
+            [agent_folders["char"]] * 2,
+            digit_reward,
+            config(tmp_path / str(offload), offload_inactive_agents=offload, beta=0.1),
+            dataset(),
+            peft_configs=adapter,
+            agent_names=["a", "b"],
+        )
+        trainer.remove_callback(RoundProgress)
+        trainer.train()
+        for agent in trainer.agents:
+            agent.activate()
+            results.append(weights(agent.model))
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
