@@ -12,9 +12,10 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .agent import HACPOAgent
     from .capability import CapabilityTracker
+    from .checkpoint import merge_adapter
     from .config import HACPOConfig
     from .objective import capability_aware_advantages, hacpo_objective, peer_clip_lower, sequence_log_ratio
-    from .rewards import math_reward
+    from .rewards import MathVerifier, math_reward
     from .trainer import HACPOTrainer
 
 _HOMES = {
@@ -26,6 +27,8 @@ _HOMES = {
     "peer_clip_lower": "objective",
     "sequence_log_ratio": "objective",
     "math_reward": "rewards",
+    "MathVerifier": "rewards",
+    "merge_adapter": "checkpoint",
     "HACPOTrainer": "trainer",
 }
 
@@ -34,10 +37,12 @@ __all__ = [
     "HACPOAgent",
     "HACPOConfig",
     "HACPOTrainer",
+    "MathVerifier",
     "__version__",
     "capability_aware_advantages",
     "hacpo_objective",
     "math_reward",
+    "merge_adapter",
     "peer_clip_lower",
     "sequence_log_ratio",
 ]

@@ -140,6 +140,20 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
     return checkpoint, state
 
 
+def merge_adapter(folder: str, output_dir: str) -> None:
+    """Merges a saved LoRA agent into its base: the result is a full model that needs no PEFT.
+
+    Args:
+        folder: the agent's folder, as `HACPOTrainer.save_model` wrote it. Its base is loaded from where it came from.
+        output_dir: where the merged model and the tokenizer go.
+    """
+    from peft import AutoPeftModelForCausalLM
+
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    model.merge_and_unload().save_pretrained(output_dir)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(output_dir)
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str, name: str) -> None:
     """Warns when AutoTokenizer makes another tokenizer of what was saved.
 

@@ -19,7 +19,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from hacpo_trl import HACPOTrainer
+from hacpo_trl import HACPOTrainer, merge_adapter
 from hacpo_trl.agent import _fix_absolute_positions
 from hacpo_trl.offload import resident_bytes
 from hacpo_trl.progress import RoundProgress
@@ -347,6 +347,10 @@ def test_adapters_and_full_agents_in_one_team(agent_folders, tmp_path):
     trainer.save_model()
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(agent_folders["char"]), tmp_path / "char")
     assert torch.equal(weights(loaded), weights(lora.model))
+    merge_adapter(str(tmp_path / "char"), str(tmp_path / "merged"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("1 + 2", return_tensors="pt")
+    torch.testing.assert_close(merged(**ids).logits, loaded(**ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_adapters_on_one_base_hold_it_once(agent_folders, tmp_path):
