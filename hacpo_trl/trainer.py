@@ -147,6 +147,7 @@ class HACPOTrainer(HACPOAgent):
             }
 
         models = share_bases(models, adapters, quantizations, configs)
+        quantizations = [q if isinstance(model, str) else None for q, model in zip(quantizations, models, strict=True)]
         residency = Residency(shared_tensors(models)) if args.offload_inactive_agents else None
         reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -351,6 +352,33 @@ def test_adapters_and_full_agents_in_one_team(agent_folders, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")("1 + 2", return_tensors="pt")
     torch.testing.assert_close(merged(**ids).logits, loaded(**ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_quantized_bases(agent_folders, tmp_path):
+    """QLoRA beside a full agent; two adapters on one 4-bit base hold it once."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    trainer = HACPOTrainer(
+        [agent_folders["char"], agent_folders["char"], agent_folders["bpe"]],
+        digit_reward,
+        config(tmp_path, beta=0.1, peer_clip_delta=0.9),
+        dataset(),
+        peft_configs=[adapter, adapter, None],
+        quantization_configs=[quantization, quantization, None],
+        agent_names=["a", "b", "full"],
+    )
+    trainer.remove_callback(RoundProgress)
+    before = all_weights(trainer)
+    trainer.train()
+    first, second = ({id(p) for p in agent.model.parameters()} for agent in trainer.agents[:2])
+    assert any(p.dtype == torch.uint8 for p in trainer.model.parameters())  # two 4-bit weights in a byte
+    assert first & second and first - second
+    for old, new in zip(before, all_weights(trainer), strict=True):
+        assert (old - new).abs().max() > 1e-6
+    trainer.save_model()
+    assert (tmp_path / "a" / "adapter_model.safetensors").exists()
 
 
 def test_adapters_on_one_base_hold_it_once(agent_folders, tmp_path):
