@@ -46,7 +46,7 @@ ATTRIBUTES = ("_logs", "_metrics", "_step", "_tokenizer")
 # module -> functions and constants that are no public API
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "trl.data_utils": ("is_conversational",),
-    "trl.trainer.utils": ("get_config_model_id",),
+    "trl.trainer.utils": ("create_model_from_path", "get_config_model_id", "is_async_callable"),
     "transformers.trainer": ("TRAINER_STATE_NAME",),
     "transformers.trainer_utils": ("get_last_checkpoint", "rotate_checkpoints"),
 }

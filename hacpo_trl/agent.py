@@ -1,11 +1,12 @@
 """HACPOAgent: one policy of a team. The only places that touch trainer internals are this file and trainer.py."""
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.data_utils import is_conversational
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_config_model_id, is_async_callable
 
 from .config import HACPOConfig
 from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
 from .offload import Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
+from .turns import Turns
 
 logger = logging.get_logger(__name__)
 
@@ -43,6 +45,7 @@ class HACPOAgent(GRPOTrainer):
         agent_index: its place in the team.
         num_agents: N.
         residency: where agents sleep, or None to hold all on the device.
+        turns: how agents share the time while they sample; by default the agent has it for itself.
         **kwargs: passed on to `GRPOTrainer`.
     """
 
@@ -65,12 +68,14 @@ class HACPOAgent(GRPOTrainer):
         agent_index: int,
         num_agents: int,
         residency: Residency | None = None,
+        turns: Turns | None = None,
         **kwargs,
     ):
         self.agent_name = agent_name
         self.agent_index = agent_index
         self.num_agents = num_agents
         self.residency = residency
+        self.turns = turns or Turns()
         self._plan: list[list[Row]] = []
         self._graded: dict[str, Any] | None = None
         self._losses: list[float] = []
@@ -115,7 +120,7 @@ class HACPOAgent(GRPOTrainer):
             The responses, on the CPU.
         """
         self.activate()
-        started, graded_before = time.perf_counter(), self.timings["grading"]
+        started, waited = time.perf_counter(), self.turns.waited()
         self.model_wrapped.train()  # TRL reads from the model's mode whether it samples for training
         output = self._generate_and_score_completions(inputs)
         graded, self._graded = self._graded, None
@@ -153,12 +158,23 @@ class HACPOAgent(GRPOTrainer):
                 conversational=is_conversational({"prompt": inputs[0]["prompt"]}),
                 template_kwargs=self.chat_template_kwargs,
             )
-        self.timings["sampling"] += time.perf_counter() - started - (self.timings["grading"] - graded_before)
+        self.timings["sampling"] += time.perf_counter() - started - (self.turns.waited() - waited)
         return rollout
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        started = time.perf_counter()
-        rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        arguments = (inputs, prompts, completions, completion_ids_list)
+        if self.accelerator.num_processes == 1:
+            rewards_per_func = self._grade(functools.partial(super()._calculate_rewards, *arguments))
+        else:  # it ends in a collective operation, so only the functions themselves may run out of turn
+            functions = self.reward_funcs
+            self.reward_funcs = [
+                f if isinstance(f, nn.Module) or is_async_callable(f) else functools.partial(self._grade_by, f)
+                for f in functions
+            ]
+            try:
+                rewards_per_func = super()._calculate_rewards(*arguments)
+            finally:
+                self.reward_funcs = functions
         infinite = torch.isinf(rewards_per_func)
         if infinite.any():
             names = [n for n, bad in zip(self.reward_func_names, infinite.any(0).tolist(), strict=True) if bad]
@@ -168,8 +184,24 @@ class HACPOAgent(GRPOTrainer):
         rewards = weighted.nansum(1).masked_fill(torch.isnan(rewards_per_func).all(1), torch.nan)
         if self.model.training:
             self._graded = {"completion_ids": completion_ids_list, "rewards": rewards.cpu()}
-        self.timings["grading"] += time.perf_counter() - started
         return rewards_per_func
+
+    def _grade(self, function: Callable[[], Any]) -> Any:
+        """Runs a grader; meanwhile the next agent samples."""
+
+        def timed():
+            started = time.perf_counter()
+            try:
+                return function()
+            finally:
+                self.timings["grading"] += time.perf_counter() - started
+
+        result = self.turns.pause(timed, on_main=True)
+        self.activate()
+        return result
+
+    def _grade_by(self, function: Callable[..., Any], *args, **kwargs) -> Any:
+        return self._grade(functools.partial(function, *args, **kwargs))
 
     def _warn_once(self, message: str) -> None:
         logger.warning_once(f"agent {self.agent_name!r}: {message}")

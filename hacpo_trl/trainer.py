@@ -1,5 +1,6 @@
 """HACPOTrainer: the leader of a team of agents."""
 
+import functools
 import math
 import os
 import time
@@ -36,6 +37,7 @@ from .team import (
     resolve_peft_configs,
     warn_if_alone,
 )
+from .turns import Turns
 
 
 class HACPOTrainer(HACPOAgent):
@@ -132,6 +134,8 @@ class HACPOTrainer(HACPOAgent):
         self._eval_prefix = ""
         self._peer_evaluations: dict[str, dict[str, float]] = {}
 
+        turns = Turns()
+
         def arguments(i: int) -> dict[str, Any]:
             return {
                 "train_dataset": train_dataset,
@@ -144,6 +148,7 @@ class HACPOTrainer(HACPOAgent):
                 "agent_index": i,
                 "num_agents": count,
                 "residency": residency,
+                "turns": turns,
             }
 
         models = share_bases(models, adapters, quantizations, configs)
@@ -266,7 +271,10 @@ class HACPOTrainer(HACPOAgent):
         return loss
 
     def _start_round(self, inputs: list[dict[str, Any]]) -> None:
-        rollouts = [agent.sample(inputs) for agent in self.agents]
+        if self.residency is None:
+            rollouts = self.turns.run([functools.partial(agent.sample, inputs) for agent in self.agents])
+        else:  # handing the turn on would bring an agent's states to the device and back once more
+            rollouts = [agent.sample(inputs) for agent in self.agents]
         generations = self.num_generations
         rewards = torch.stack([rollout.rewards for rollout in rollouts]).view(self.num_agents, -1, generations)
         self.capability.update(rewards)
