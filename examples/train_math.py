@@ -64,11 +64,13 @@ def main() -> None:
 
     chat = script.prompt_format == "chat"
     if script.prompt_format == "auto":
-        templates = [
-            AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code).chat_template
-            for model in script.models
-        ]
-        chat = all(templates)
+        try:
+            chat = all(
+                AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code).chat_template
+                for model in script.models
+            )
+        except (OSError, ValueError):  # a model that is not there: the trainer says which, of all
+            chat = False
         print(f"Prompts are {'chats' if chat else 'plain text: not every agent has a chat template'}.")
     train = prompts(script.dataset, split=script.dataset_split, name=script.dataset_config, limit=script.max_problems)
     trainer = HACPOTrainer(

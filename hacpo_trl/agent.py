@@ -161,20 +161,32 @@ class HACPOAgent(GRPOTrainer):
         self.timings["sampling"] += time.perf_counter() - started - (self.turns.waited() - waited)
         return rollout
 
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
+        size = self.args.sampling_batch_size
+        if self.use_vllm or size is None or size >= len(prompt_ids):
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
+        completion_ids = []
+        for start in range(0, len(prompt_ids), size):
+            part = prompt_ids[start : start + size]
+            ids, _ = super()._generate_single_turn(part, images, multimodal_fields, num_generations, **kwargs)
+            completion_ids += ids
+        return completion_ids, None
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        arguments = (inputs, prompts, completions, completion_ids_list)
-        if self.accelerator.num_processes == 1:
-            rewards_per_func = self._grade(functools.partial(super()._calculate_rewards, *arguments))
-        else:  # it ends in a collective operation, so only the functions themselves may run out of turn
-            functions = self.reward_funcs
-            self.reward_funcs = [
-                f if isinstance(f, nn.Module) or is_async_callable(f) else functools.partial(self._grade_by, f)
-                for f in functions
-            ]
-            try:
-                rewards_per_func = super()._calculate_rewards(*arguments)
-            finally:
-                self.reward_funcs = functions
+        calculate = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
+        alone = self.accelerator.num_processes == 1
+        functions = self.reward_funcs
+        self.reward_funcs = [
+            function
+            if isinstance(function, nn.Module) or is_async_callable(function)
+            else functools.partial(self._call_reward, function, name, alone)
+            for function, name in zip(functions, self.reward_func_names, strict=True)
+        ]
+        try:
+            # With several processes it ends in a collective operation: only the functions may run out of turn then
+            rewards_per_func = self._grade(calculate) if alone else calculate()
+        finally:
+            self.reward_funcs = functions
         infinite = torch.isinf(rewards_per_func)
         if infinite.any():
             names = [n for n, bad in zip(self.reward_func_names, infinite.any(0).tolist(), strict=True) if bad]
@@ -200,8 +212,16 @@ class HACPOAgent(GRPOTrainer):
         self.activate()
         return result
 
-    def _grade_by(self, function: Callable[..., Any], *args, **kwargs) -> Any:
-        return self._grade(functools.partial(function, *args, **kwargs))
+    def _call_reward(self, function: Callable[..., Any], name: str, graded: bool, *args, **kwargs) -> list[Any]:
+        call = functools.partial(function, *args, **kwargs)
+        rewards = call() if graded else self._grade(call)
+        try:
+            return [reward if reward is None else float(reward) for reward in rewards]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"The reward function {name!r} returned {rewards!r:.80}; it has to return a list with a number or "
+                "None for each completion."
+            ) from None
 
     def _warn_once(self, message: str) -> None:
         logger.warning_once(f"agent {self.agent_name!r}: {message}")
@@ -428,6 +448,11 @@ class HACPOAgent(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         self.activate()
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result):
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
+        if set(load_result.missing_keys) - tied or load_result.unexpected_keys:  # tied weights are saved once
+            super()._issue_warnings_after_load(load_result)
 
     def _load_best_model(self):
         self.activate()

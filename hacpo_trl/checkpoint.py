@@ -112,6 +112,8 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
                 "resume_from_checkpoint."
             )
         checkpoint = found
+    if not os.path.isdir(checkpoint):
+        raise ValueError(f"{checkpoint!r} does not exist.")
     path = os.path.join(checkpoint, TEAM_STATE)
     if not os.path.isfile(path):
         raise ValueError(f"{checkpoint!r} is not a whole checkpoint of HACPOTrainer: {TEAM_STATE} is missing.")
@@ -137,6 +139,8 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
             f"{trainer.updates_per_round}. Use the same method, num_iterations, steps_per_generation and "
             "gradient_accumulation_steps."
         )
+    if state["global_step"] % state["updates_per_round"]:
+        raise ValueError(f"{checkpoint!r} was saved inside a round, so the run cannot be continued exactly.")
     return checkpoint, state
 
 

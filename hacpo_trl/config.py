@@ -1,6 +1,7 @@
 """HACPOConfig: GRPOConfig with the paper's recipe as defaults and HACPO's own settings."""
 
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
 from .capability import METRICS, CapabilityTracker
@@ -55,7 +57,8 @@ class HACPOConfig(GRPOConfig):
     `epsilon=3e-4` and `epsilon_high=4e-4` (for `method="grpo"` TRL's 0.2 stays), `loss_type="grpo"`,
     `importance_sampling_level="sequence"` (for `method="grpo"` "token"), `disable_dropout=True`,
     `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
-    twice `gradient_accumulation_steps`, so that an agent makes two updates on each agent's responses in a round.
+    twice `gradient_accumulation_steps`, so that an agent makes two updates on each agent's responses in a round. bf16
+    is on where a GPU has it. With `load_best_model_at_end` the team's mean reward tells the best, not the loss.
 
     A *round* is: every agent samples `num_generations` responses to each prompt of the generation batch, then every
     agent is updated on the responses of all. One round of N agents has
@@ -86,6 +89,8 @@ class HACPOConfig(GRPOConfig):
             learner's `max_completion_length`. `mask_truncated_completions` drops it, too.
         skip_silent_responses: leave out the forward and backward pass of peers' responses whose advantage is 0. They
             have no gradient, so the weights stay the same; False runs them all, for complete ratio statistics.
+        sampling_batch_size: responses that transformers' generate samples at a time on one process; by default all of
+            the round's. Smaller batches bound the key-value cache. vLLM batches by itself.
         offload_inactive_agents: park the states of all agents but the running one in the CPU's memory, so that the
             device holds about one agent at a time. Agents then update one after the other in a round; the results are
             the same. With DeepSpeed it needs ZeRO-3. After training, `agent.activate()` brings an agent back.
@@ -170,6 +175,10 @@ class HACPOConfig(GRPOConfig):
     skip_silent_responses: bool = field(
         default=True, metadata={"help": "Spare the passes over peers' responses that have no advantage."}
     )
+    sampling_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Responses that are sampled at a time without vLLM; default: all of a round's."},
+    )
     offload_inactive_agents: bool = field(
         default=False, metadata={"help": "Park the states of agents that are not running in the CPU's memory."}
     )
@@ -193,6 +202,10 @@ class HACPOConfig(GRPOConfig):
         return self.num_iterations * sources * self.steps_per_generation // self.gradient_accumulation_steps
 
     def __post_init__(self):
+        if self.bf16 is None:  # TRL's default is True everywhere
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model, self.greater_is_better = "reward", True  # of the team, in evaluation
         self._check_numbers()
         self._check_method()
         if self.generation_batch_size is None and self.steps_per_generation is None:
@@ -220,6 +233,12 @@ class HACPOConfig(GRPOConfig):
         for name, smallest in least.items():
             if not (isinstance(getattr(self, name), int) and getattr(self, name) >= smallest):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least {smallest}.")
+        if self.sampling_batch_size is not None and not self.sampling_batch_size >= 1:
+            raise ValueError(f"sampling_batch_size={self.sampling_batch_size} must be at least 1.")
+        if not self.learning_rate >= 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must not be negative.")
+        if not isinstance(self.max_rounds, int):
+            raise ValueError(f"max_rounds={self.max_rounds!r} must be a whole number.")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive; 1.0 samples from the model as it is.")
         if isinstance(self.agent_overrides, str):  # the argument parser reads it where it starts with a brace
@@ -314,6 +333,7 @@ class HACPOConfig(GRPOConfig):
             "off_policy_mask_threshold": (None, "off-policy responses are handled by `peer_clip_delta` and `alpha`"),
             "top_entropy_quantile": (1.0, "the objective is one number a sequence, tokens cannot be left out of it"),
             "use_adaptive_entropy": (False, "use a fixed `entropy_coef`"),
+            "enable_jit_checkpoint": (False, "a checkpoint inside a round could not be continued; use `save_steps`"),
         }
         for name, (value, reason) in only.items():
             if getattr(self, name) != value:
@@ -376,7 +396,9 @@ class HACPOConfig(GRPOConfig):
                 raise ValueError(f"agent_overrides[{name!r}] must map settings to values, got {values!r}.")
             for key in values:
                 if key not in known:
-                    raise ValueError(f"agent_overrides[{name!r}] sets {key!r}, which HACPOConfig does not have.")
+                    near = difflib.get_close_matches(key, known, n=1)
+                    hint = f" Did you mean {near[0]!r}?" if near else ""
+                    raise ValueError(f"agent_overrides[{name!r}] sets {key!r}, which HACPOConfig does not have.{hint}")
                 if key in _TEAM_FIELDS:
                     raise ValueError(
                         f"agent_overrides[{name!r}] sets {key!r}, which all agents have in common. Set it for all."

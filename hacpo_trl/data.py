@@ -82,7 +82,7 @@ def load_problems(
     rows = _read_file(source) if os.path.isfile(source) else _read_hub(source, split, name)
     columns = list(rows[0]) if rows else []
     problem = _column(columns, problem_column, _PROBLEM_COLUMNS, "problem", source)
-    answer = _column([c for c in columns if c != problem], answer_column, _ANSWER_COLUMNS, "answer", source)
+    answer = _column(columns, answer_column, [c for c in _ANSWER_COLUMNS if c != problem], "answer", source)
     problems = []
     for row in rows:
         text, final = row.get(problem), extract_answer(row.get(answer))

@@ -35,6 +35,10 @@ class RoundProgress(TrainerCallback):
         size = self.trainer.updates_per_round
         self._timings = self._totals()
         self._started = time.perf_counter()
+        tqdm.write(
+            "Every round: each agent's mean reward, in brackets its capability P over the last "
+            f"{self.trainer.capability.window} rounds, then the seconds."
+        )
         self.bar = tqdm(
             total=-(-state.max_steps // size),
             initial=state.global_step // size,
@@ -80,6 +84,8 @@ class RoundProgress(TrainerCallback):
             for key, label in _PHASES.items()
             if totals[key] - self._timings[key] >= 0.05
         )
+        other = now - self._started - sum(totals.values()) + sum(self._timings.values())
+        spent += f"  other {other:.1f} s" if other >= 0.5 else ""  # evaluating, saving, logging
         line = f"round {number}: {agents} | {now - self._started:.1f} s: {spent}"
         self._timings, self._started = totals, now
         return line

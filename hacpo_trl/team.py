@@ -17,6 +17,8 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import HACPOConfig
 
+_CHECKED_PROMPTS = 100_000  # the first prompts of a data set are all looked at
+
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
@@ -161,57 +163,136 @@ def load_tokenizers(
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizers.append(tokenizer)
+    for i, tokenizer in enumerate(tokenizers):
+        size = _vocab_size(models[i], configs[i])
+        if processing_classes[i] is not None and size is not None and len(tokenizer) > size:
+            raise ValueError(
+                f"agent {names[i]!r}: its tokenizer has {len(tokenizer)} tokens, but its model only {size}; is it "
+                "another model's? processing_classes are in the order of the models; None loads each model's own."
+            )
+        sharing = [j for j in range(i) if tokenizers[j] is tokenizer]
+        if sharing and _vocab_size(models[sharing[0]], configs[sharing[0]]) != size:
+            raise ValueError(
+                f"agents {names[sharing[0]]!r} and {names[i]!r} got the same tokenizer, but their models have "
+                "different vocabularies. Pass a list with one for each, or None to load each model's own."
+            )
     return tokenizers
 
 
+def _vocab_size(model: Any, args: HACPOConfig) -> int | None:
+    if not _is_path(model):
+        config = model.config
+    else:
+        kwargs = args.model_init_kwargs or {}
+        try:
+            config = AutoConfig.from_pretrained(
+                model,
+                revision=kwargs.get("revision"),
+                trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
+            )
+        except Exception:  # `check_models` tells
+            return None
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
 def check_dataset(
-    train_dataset: Any, tokenizers: Sequence[PreTrainedTokenizerBase], names: Sequence[str], args: HACPOConfig
+    dataset: Any,
+    tokenizers: Sequence[PreTrainedTokenizerBase],
+    names: Sequence[str],
+    configs: Sequence[HACPOConfig],
+    *,
+    evaluation: bool = False,
 ) -> None:
-    """Looks at the columns and the first prompt.
+    """Looks at the columns and the prompts.
+
+    Args:
+        dataset: the prompts to train on, or to evaluate on.
+        tokenizers: one per agent.
+        names: of the agents.
+        configs: settings per agent.
+        evaluation: whether it is a data set for evaluation.
 
     Raises:
         TypeError: for something that is no data set.
-        ValueError: for a data set without prompts, with too few of them, with images or with chats that a tokenizer
-            has no template for.
+        ValueError: for a data set without prompts, with too few of them, with images, with empty prompts or with
+            chats that a tokenizer cannot render.
     """
-    if not isinstance(train_dataset, (Dataset, IterableDataset)):
+    what, args = "eval_dataset" if evaluation else "train_dataset", configs[0]
+    if not isinstance(dataset, (Dataset, IterableDataset)):
         raise TypeError(
-            f"train_dataset must be a datasets.Dataset or IterableDataset, got {type(train_dataset).__name__}. A list "
-            "of dicts becomes one by datasets.Dataset.from_list(rows)."
+            f"{what} must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}. A list of dicts "
+            "becomes one by datasets.Dataset.from_list(rows)."
         )
-    first = next(iter(train_dataset), None)
-    if first is None and isinstance(train_dataset, IterableDataset):
-        raise ValueError("train_dataset is an empty stream; check its file and split.")
-    columns = train_dataset.column_names or list(first or ())  # a stream may not know its columns beforehand
+    first = next(iter(dataset), None)
+    if first is None and isinstance(dataset, IterableDataset):
+        raise ValueError(f"{what} is an empty stream; check its file and split.")
+    columns = dataset.column_names or list(first or ())  # a stream may not know its columns beforehand
     if "prompt" not in columns:
         raise ValueError(
-            f"train_dataset has no column 'prompt', only {', '.join(columns) or 'none'}. Rename the column that holds "
-            "the problem: dataset.rename_column('problem', 'prompt')."
+            f"{what} has no column 'prompt', only {', '.join(columns) or 'none'}. Rename the column that holds the "
+            "problem: dataset.rename_column('problem', 'prompt')."
         )
     images = sorted({"image", "images"} & set(columns))
     if images:
-        raise ValueError(f"train_dataset has the column {images[0]!r}: images are not supported. Remove the column.")
-    if isinstance(train_dataset, Dataset):
+        raise ValueError(f"{what} has the column {images[0]!r}: images are not supported. Remove the column.")
+    if evaluation:
+        _check_eval_batches(args)
+    elif isinstance(dataset, Dataset):
         needed = args.generation_batch_size // args.num_generations
-        if len(train_dataset) < needed:
+        if len(dataset) < needed:
             raise ValueError(
-                f"train_dataset has {len(train_dataset)} prompts, but a round takes {needed} "
-                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use "
-                "more prompts or smaller rounds."
+                f"{what} has {len(dataset)} prompts, but a round takes {needed} (generation_batch_size="
+                f"{args.generation_batch_size} / num_generations={args.num_generations}). Use more prompts or smaller "
+                "rounds."
             )
-    prompt = first["prompt"]
+    if first is None:
+        raise ValueError(f"{what} has 0 prompts.")
+    chat = _check_prompt(first["prompt"], 0, what)
+    if isinstance(dataset, Dataset):
+        for i, prompt in enumerate(itertools.islice(dataset["prompt"], _CHECKED_PROMPTS)):
+            if _check_prompt(prompt, i, what) != chat:
+                raise ValueError(f"{what} mixes texts and chats: prompt 0 and prompt {i} differ. Use one kind.")
+    if chat:
+        for tokenizer, name, agent_args in zip(tokenizers, names, configs, strict=True):
+            _check_template(tokenizer, name, first["prompt"], agent_args.chat_template_kwargs or {})
+
+
+def _check_prompt(prompt: Any, number: int, what: str) -> bool:
+    """Whether a prompt is a chat."""
     # Of the prompt alone: TRL's test picks any of several columns, in an order that differs between processes
-    if prompt != [] and is_conversational({"prompt": prompt}):
-        for tokenizer, name in zip(tokenizers, names, strict=True):
-            if tokenizer.chat_template is None:
-                raise ValueError(
-                    f"The prompts are chats, but the tokenizer of agent {name!r} has no chat template. Set "
-                    "tokenizer.chat_template, or use plain text prompts."
-                )
-    elif not isinstance(prompt, str):
+    if isinstance(prompt, list) and prompt and is_conversational({"prompt": prompt}):
+        return True
+    if not isinstance(prompt, str) or not prompt:
+        kind = "is empty" if prompt in ("", []) else f"is {prompt!r:.80}, of type {type(prompt).__name__}"
         raise ValueError(
-            f"The first prompt is {prompt!r:.80}, of type {type(prompt).__name__}; use a text, or a chat "
-            '[{"role": "user", "content": "..."}].'
+            f'{what}: prompt {number} {kind}; use a text, or a chat [{{"role": "user", "content": "..."}}].'
+        )
+    return False
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, name: str, prompt: list[dict], kwargs: dict) -> None:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"The prompts are chats, but the tokenizer of agent {name!r} has no chat template. Set "
+            "tokenizer.chat_template, or use plain text prompts."
+        )
+    try:
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **kwargs)
+    except Exception as error:  # templates raise errors of their own
+        raise ValueError(
+            f"The chat template of agent {name!r} cannot render the first prompt: {error}. Some templates know no "
+            "system message; put its text into the user's."
+        ) from error
+
+
+def _check_eval_batches(args: HACPOConfig) -> None:
+    generations = args.num_generations_eval or args.num_generations
+    rows = args.per_device_eval_batch_size * args.world_size
+    if rows % generations:
+        raise ValueError(
+            f"per_device_eval_batch_size={args.per_device_eval_batch_size} on {args.world_size} processes does not "
+            f"hold whole groups of {generations} responses. Try per_device_eval_batch_size="
+            f"{-(-args.per_device_eval_batch_size // generations) * generations}, or num_generations_eval=1."
         )
 
 

@@ -1,19 +1,23 @@
 """HACPOTrainer: the leader of a team of agents."""
 
+import contextlib
 import functools
 import math
 import os
 import time
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
 
 from ._contract import check_versions
 from .agent import HACPOAgent
@@ -90,6 +94,12 @@ class HACPOTrainer(HACPOAgent):
         models = list(models) if isinstance(models, (list, tuple)) else [models]
         models = [os.fspath(model) if isinstance(model, os.PathLike) else model for model in models]
         args = HACPOConfig("hacpo_output") if args is None else args
+        if not isinstance(args, HACPOConfig):
+            raise TypeError(
+                f"args must be a HACPOConfig, not {type(args).__name__}; it takes GRPOConfig's arguments, too."
+            )
+        if not reward_funcs:
+            raise ValueError("reward_funcs is missing: responses have to be graded, e.g. by hacpo_trl.math_reward.")
         names = resolve_names(models, agent_names)
         args.check_agents(names)
         warn_if_alone(names, args)
@@ -114,10 +124,14 @@ class HACPOTrainer(HACPOAgent):
         tokenizers = load_tokenizers(
             models, per_agent(processing_classes, count, "processing_classes"), names, configs
         )
-        check_dataset(train_dataset, tokenizers, names, args)
+        check_dataset(train_dataset, tokenizers, names, configs)
 
+        for eval_set in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            if eval_set is not None:
+                check_dataset(eval_set, tokenizers, names, configs, evaluation=True)
         if args.max_rounds > 0:
-            configs[0].max_steps = args.max_rounds * args.updates_per_round(count)
+            for agent_args in configs:
+                agent_args.max_steps = args.max_rounds * args.updates_per_round(count)
         self.agents: list[HACPOAgent] = [self]
         self.capability = CapabilityTracker(
             count,
@@ -155,25 +169,30 @@ class HACPOTrainer(HACPOAgent):
         quantizations = [q if isinstance(model, str) else None for q, model in zip(quantizations, models, strict=True)]
         residency = Residency(shared_tensors(models)) if args.offload_inactive_agents else None
         reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
-        super().__init__(
-            models[0],
-            reward_funcs,
-            configs[0],
-            callbacks=callbacks,
-            reward_processing_classes=reward_processing_classes,
-            **arguments(0),
-        )
-        for i in range(1, count):
-            # Reward models were loaded and prepared by the leader: all agents grade with the same objects
-            peer = HACPOAgent(
-                models[i],
-                list(self.reward_funcs),
-                configs[i],
-                reward_processing_classes=list(self.reward_processing_classes),
-                **arguments(i),
+        with _naming(names[0]):
+            super().__init__(
+                models[0],
+                reward_funcs,
+                configs[0],
+                callbacks=callbacks,
+                reward_processing_classes=reward_processing_classes,
+                **arguments(0),
             )
+        for i in range(1, count):
+            with _naming(names[i]):
+                # Reward models were loaded and prepared by the leader: all agents grade with the same objects
+                peer = HACPOAgent(
+                    models[i],
+                    list(self.reward_funcs),
+                    configs[i],
+                    reward_processing_classes=list(self.reward_processing_classes),
+                    **arguments(i),
+                )
             peer.remove_callback(DefaultFlowCallback)
             self.agents.append(peer)
+            if args.should_save and not args.log_completions:
+                with contextlib.suppress(OSError):  # it makes its folder long before there is something to put into it
+                    os.rmdir(configs[i].output_dir)
         if self.is_deepspeed_enabled:
             plugins = {agent.agent_name: agent.args.deepspeed_plugin for agent in self.agents}
             AcceleratorState().deepspeed_plugins = plugins
@@ -213,13 +232,36 @@ class HACPOTrainer(HACPOAgent):
             resume_from_checkpoint, state = check_checkpoint(resume_from_checkpoint, self)
             self.capability.load_state_dict(state["capability"])
             self._skip_epochs = self._finished_epochs(state["global_step"])
+            if state["global_step"] >= self._total_steps():
+                return self._load_finished(resume_from_checkpoint, state["global_step"])
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _finished_epochs(self, global_step: int) -> int:
+    def _steps_per_epoch(self) -> int | None:
+        """Updates of one pass over the prompts; None for a stream, which has no length."""
         if not isinstance(self.train_dataset, Dataset):
-            return 0
+            return None
         rounds = len(self.train_dataset) // (self.args.generation_batch_size // self.num_generations)
-        return global_step // (rounds * self.updates_per_round)
+        return rounds * self.updates_per_round
+
+    def _finished_epochs(self, global_step: int) -> int:
+        steps = self._steps_per_epoch()
+        return 0 if steps is None else global_step // steps
+
+    def _total_steps(self) -> float:
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        steps = self._steps_per_epoch()
+        return math.inf if steps is None else math.ceil(self.args.num_train_epochs * steps)
+
+    def _load_finished(self, checkpoint: str, global_step: int) -> TrainOutput:
+        """A run that is over: its agents are loaded, nothing is trained. `Trainer.train` would take a step more."""
+        if self.is_deepspeed_enabled:
+            raise ValueError(f"{checkpoint!r} is of a finished run: load its agents' folders, or raise max_rounds.")
+        warnings.warn(f"{checkpoint!r} is of a finished run: its agents are loaded, nothing is trained.", stacklevel=3)
+        for agent in self.agents:
+            HACPOAgent._load_from_checkpoint(agent, self._folder(checkpoint, agent.agent_name))
+        self.state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        return TrainOutput(global_step, math.nan, {})
 
     @property
     def updates_per_round(self) -> int:
@@ -331,7 +373,8 @@ class HACPOTrainer(HACPOAgent):
             self.timings["updating"] += time.perf_counter() - self._step_ended
             self._step_ended = None
         self._wait_for_the_round()
-        return super()._maybe_log_save_evaluate(*args, **kwargs)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._wait_for_the_round()  # a callback may have wished something meanwhile
 
     def _wait_for_the_round(self) -> None:
         """Puts off saving, evaluating and stopping until all agents have learned from the whole pool."""
@@ -367,6 +410,8 @@ class HACPOTrainer(HACPOAgent):
         self._metrics[mode].clear()
         self._metrics[mode].update(gathered)
         super().log(logs, start_time)
+        if self.is_in_train:
+            self._wait_for_the_round()  # what callbacks wish at a log must wait, too
 
     def _gather_train_metrics(self, logs: dict[str, float]) -> dict[str, list[float]]:
         own = self._metrics["train"]
@@ -408,11 +453,14 @@ class HACPOTrainer(HACPOAgent):
         prefix = self._eval_prefix
         own = {key: _nanmean(values) for key, values in self._metrics["eval"].items() if values}
         if f"eval_{prefix}loss" in logs:
-            own["loss"] = logs.pop(f"eval_{prefix}loss")
+            own["loss"] = logs[f"eval_{prefix}loss"]
         evaluations = {self.agent_name: own, **self._peer_evaluations} if own else {}
         gathered = {f"{prefix}{n}/{key}": [v] for n, values in evaluations.items() for key, v in values.items()}
-        rewards = [values["reward"] for values in evaluations.values() if values.get("reward") is not None]
-        return {f"{prefix}reward": [_nanmean(rewards)], **gathered} if rewards else gathered
+        for key in ("loss", "reward"):
+            values = [values[key] for values in evaluations.values() if values.get(key) is not None]
+            if values:
+                gathered[f"{prefix}{key}"] = [_nanmean(values)]
+        return gathered
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Evaluates every agent alone; see `Trainer.evaluate`.
@@ -454,8 +502,23 @@ class HACPOTrainer(HACPOAgent):
             save = super().save_model if agent is self else agent.save_model
             with atomic_folder(folder, self.accelerator) as unfinished:
                 save(unfinished, _internal_call=True)
+                self._write_card(agent, unfinished)
             if self.args.should_save and not _internal_call:
                 check_tokenizer(agent.processing_class, folder, agent.agent_name)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Writes nothing: the run's folder is no model. `save_model` puts a card into each agent's folder."""
+
+    @staticmethod
+    def _write_card(agent: HACPOAgent, folder: str) -> None:
+        base = get_config_model_id(agent.model.config)
+        if not base or os.path.isdir(base):
+            return  # a card would have to name the model that it started from
+        output_dir, agent.args.output_dir = agent.args.output_dir, folder
+        try:
+            GRPOTrainer.create_model_card(agent, model_name=agent.agent_name)
+        finally:
+            agent.args.output_dir = output_dir
 
     def _get_output_dir(self, trial):
         return self._checkpoint_dir or super()._get_output_dir(trial)
@@ -504,6 +567,16 @@ class HACPOTrainer(HACPOAgent):
             agent.state.best_model_checkpoint = self._folder(best, agent.agent_name)
             load()
         self.state.best_model_checkpoint = best
+
+
+@contextlib.contextmanager
+def _naming(agent: str) -> Iterator[None]:
+    """Adds to an error whose agent's it is."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This happened while agent {agent!r} was built.")
+        raise
 
 
 def _largest(rewards: torch.Tensor) -> float:

@@ -154,8 +154,6 @@ def test_the_best_checkpoint_of_all_agents_is_loaded_at_the_end(agent_folders, t
             eval_steps=4,
             per_device_eval_batch_size=4,
             load_best_model_at_end=True,
-            metric_for_best_model="reward",
-            greater_is_better=True,
         ),
         train_dataset=dataset(6),
         eval_dataset=dataset(4),
@@ -198,3 +196,43 @@ def test_saved_agents_need_nothing_of_this_package(agent_folders, tmp_path):
     paths = [str(tmp_path / "final" / name) for name in NAMES]
     done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+@pytest.mark.parametrize("flag", ["should_training_stop", "should_save", "should_evaluate"])
+def test_what_a_callback_wishes_at_a_log_waits_for_the_end_of_the_round(agent_folders, tmp_path, flag):
+    class Wish(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                setattr(control, flag, True)
+            return control
+
+    settings = config(tmp_path, max_rounds=4, per_device_eval_batch_size=4)
+    trainer = team(agent_folders, NAMES, settings, callbacks=[Wish()], eval_dataset=dataset(2))
+    trainer.train()
+    steps = [agent.state.global_step for agent in trainer.agents]
+    assert steps == ([8, 8] if flag == "should_training_stop" else [16, 16])
+    saved = [p for p in os.listdir(tmp_path) if p.startswith("checkpoint-")]
+    assert saved == (["checkpoint-8"] if flag == "should_save" else [])
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert evaluated == ([8] if flag == "should_evaluate" else [])
+
+
+def test_a_finished_run_is_not_trained_on(agent_folders, whole_run, tmp_path):
+    whole, output_dir = whole_run
+    with pytest.warns(UserWarning, match="finished run"):
+        resumed = run(agent_folders, tmp_path, resume=str(output_dir / "checkpoint-20"))
+    assert resumed.state.global_step == 20
+    for a, b in zip(all_weights(whole), all_weights(resumed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_from_inside_a_round_is_refused(agent_folders, whole_run, tmp_path):
+    _, output_dir = whole_run
+    shutil.copytree(output_dir / "checkpoint-4", tmp_path / "checkpoint-4")
+    path = tmp_path / "checkpoint-4" / "hacpo_state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "global_step": 3}))
+    with pytest.raises(ValueError, match="inside a round"):
+        run(agent_folders, tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    with pytest.raises(ValueError, match="does not exist"):
+        run(agent_folders, tmp_path, resume=str(tmp_path / "lost"))

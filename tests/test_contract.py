@@ -59,7 +59,15 @@ def test_nothing_of_the_parent_is_hidden_by_accident():
     for cls in HACPOTrainer.__mro__[:2]:
         for name in vars(cls):
             if not name.startswith("__") and any(name in vars(parent) for parent in GRPOTrainer.__mro__):
-                known = listed | {"train", "evaluate", "log", "save_model", "get_train_dataloader", "training_step"}
+                known = listed | {
+                    "train",
+                    "evaluate",
+                    "log",
+                    "save_model",
+                    "create_model_card",
+                    "get_train_dataloader",
+                    "training_step",
+                }
                 assert name in known | {"_tag_names", "_name", "_paper"}, name
 
 

@@ -273,8 +273,45 @@ def test_tokenizer_of_a_loaded_object(folders):
 
 def test_given_tokenizers_are_used_as_they_are(folders):
     mine = tokenizer()
-    result = tokenizers_of([folders[1], folders[1], model()], [mine, None, mine])
-    assert result[0] is mine and result[2] is mine and result[1] is not mine
+    result = tokenizers_of([folders[1], model(), model()], [None, mine, mine])
+    assert result[1] is mine and result[2] is mine and result[0] is not mine
+
+
+def test_tokenizers_of_other_models(folders):
+    large, small = AutoTokenizer.from_pretrained(folders[1]), AutoTokenizer.from_pretrained(folders[0])
+    assert len(large) > len(small)
+    message = message_of(ValueError, tokenizers_of, [folders[0]], [large])
+    assert "'agent0'" in message and str(len(large)) in message and str(len(small)) in message
+    message = message_of(ValueError, tokenizers_of, [folders[0], folders[1]], [small, small])
+    assert "'agent0' and 'agent1'" in message and "different vocabularies" in message
+
+
+def test_eval_batches_hold_whole_groups():
+    args = [config(per_device_eval_batch_size=6, num_generations=4)]
+    message = message_of(ValueError, check_dataset, rows(2), [tokenizer()], ["a"], args, evaluation=True)
+    assert "per_device_eval_batch_size=8" in message
+    check_dataset(
+        rows(2), [tokenizer()], ["a"], [config(per_device_eval_batch_size=8, num_generations=4)], evaluation=True
+    )
+    assert "eval_dataset" in message_of(
+        ValueError, check_dataset, Dataset.from_list([{"x": 1}]), [tokenizer()], ["a"], args, evaluation=True
+    )
+
+
+def test_every_prompt_is_looked_at():
+    def data(prompt):
+        return Dataset.from_list([{"prompt": "1+1="}] * 20 + [{"prompt": prompt}])
+
+    assert "prompt 20 is empty" in message_of(ValueError, check, data(""))
+    assert "prompt 20 is None" in message_of(ValueError, check, data(None))
+
+
+def test_a_template_that_refuses_the_prompt_names_the_agent():
+    strict = with_template()
+    strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    prompt = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    message = message_of(ValueError, check, rows(prompt=prompt), [with_template(), strict])
+    assert "'agent1'" in message and "no system role" in message
 
 
 def test_a_missing_padding_token_is_the_end_token():
@@ -355,7 +392,8 @@ def stream(*examples):
 
 def check(dataset, tokenizers=None, **changes):
     tokenizers = [tokenizer()] if tokenizers is None else tokenizers
-    return check_dataset(dataset, tokenizers, [f"agent{i}" for i in range(len(tokenizers))], config(**changes))
+    names = [f"agent{i}" for i in range(len(tokenizers))]
+    return check_dataset(dataset, tokenizers, names, [config(**changes)] * len(names))
 
 
 def with_template():

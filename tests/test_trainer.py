@@ -78,6 +78,24 @@ def test_all_agents_answer_the_same_prompts(agent_folders, tmp_path):
     assert first["level"] == ["easy"] * 8 and first["answer"] == second["answer"]
 
 
+def test_responses_can_be_sampled_in_parts(agent_folders, tmp_path):
+    trainer = team(agent_folders, PAIR, config(tmp_path, max_rounds=1, sampling_batch_size=3))
+    sizes = []
+    for agent in trainer.agents:
+        generate = agent.model.generate
+
+        def counted(*args, generate=generate, **kwargs):
+            sizes.append(len(kwargs["input_ids"]))
+            return generate(*args, **kwargs)
+
+        agent.model.generate = counted
+    trainer.train()
+    assert sizes == [3, 3, 2] * 2
+    assert all(
+        len([r for b in agent._plan for r in b if r.source == k]) == 8 for k, agent in enumerate(trainer.agents)
+    )
+
+
 def test_micro_batches_wait_on_the_cpu_and_are_trimmed(agent_folders, tmp_path):
     trainer = team(agent_folders, PAIR, config(tmp_path, max_rounds=1, per_device_train_batch_size=2))
     seen = []
@@ -640,3 +658,37 @@ def test_sleeping_adapters_leave_a_shared_base_awake(agent_folders, tmp_path):
             agent.activate()
             results.append(weights(agent.model))
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+def test_a_stream_of_prompts_by_rounds(agent_folders, tmp_path):
+    trainer = team(agent_folders, PAIR, config(tmp_path), train_dataset=dataset(16).to_iterable_dataset())
+    trainer.train()
+    assert [agent.state.global_step for agent in trainer.agents] == [8, 8]
+
+
+@pytest.mark.parametrize("result", [None, "text", 3.0])
+def test_rewards_that_are_no_list(agent_folders, tmp_path, result):
+    def grader(completions, **kwargs):
+        return result
+
+    trainer = team(agent_folders, PAIR, config(tmp_path), grader)
+    with pytest.raises(TypeError, match="'grader' returned"):
+        trainer.train()
+
+
+def test_what_is_passed_instead_of_settings(agent_folders, tmp_path):
+    with pytest.raises(TypeError, match="HACPOConfig.*not dict"):
+        team(agent_folders, PAIR, {"output_dir": "x"})
+    with pytest.raises(ValueError, match="reward_funcs is missing"):
+        team(agent_folders, PAIR, config(tmp_path), None)
+
+
+def test_no_card_names_a_model_that_it_does_not_know(agent_folders, tmp_path):
+    trainer = team(agent_folders, PAIR, config(tmp_path, max_rounds=1, save_strategy="steps", save_steps=4))
+    trainer.train()
+    assert not (tmp_path / "README.md").exists() and not (tmp_path / "bpe").exists()
+    trainer.agents[1].model.config._name_or_path = "some/base"
+    trainer.save_model()
+    assert not (tmp_path / "char" / "README.md").exists()
+    card = (tmp_path / "bpe" / "README.md").read_text()
+    assert "some/base" in card and "2603.02604" in card
