@@ -3,24 +3,24 @@
 import contextlib
 import functools
 import os
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, is_peft_model
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.data_utils import is_conversational
-from trl.trainer.utils import get_config_model_id, is_async_callable
+from trl.trainer.utils import is_async_callable
 
 from .config import HACPOConfig
+from .loading import fix_absolute_positions, loadable_reference
 from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
 from .offload import Residency
@@ -28,6 +28,8 @@ from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_i
 from .turns import Turns
 
 logger = logging.get_logger(__name__)
+
+Shares = dict[tuple[int, str], float]
 
 
 class HACPOAgent(GRPOTrainer):
@@ -86,9 +88,9 @@ class HACPOAgent(GRPOTrainer):
             # Accelerate knows one DeepSpeed plugin a process; every agent has its own, see `activate`
             AcceleratorState._reset_state()
             args.deepspeed_plugin.set_deepspeed_weakref()
-        with _loadable_reference(model, args):
+        with loadable_reference(model, args):
             super().__init__(model, reward_funcs, args, **kwargs)
-        _fix_absolute_positions(self.accelerator.unwrap_model(self.model))
+        fix_absolute_positions(self.accelerator.unwrap_model(self.model))
         self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
         self._end_id: int | None = None
         if residency is not None:
@@ -103,6 +105,8 @@ class HACPOAgent(GRPOTrainer):
         accumulation, clipping and bucket sizes, and nothing would fail. With `offload_inactive_agents` its states come
         back to the device, and the other agents' go to sleep.
         """
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.set_device(self.accelerator.device)  # a new thread starts on the first device
         if self.is_deepspeed_enabled:
             AcceleratorState().select_deepspeed_plugin(self.agent_name)
         if self.residency is not None:
@@ -242,7 +246,7 @@ class HACPOAgent(GRPOTrainer):
 
     # -- one round ------------------------------------------------------------------------------------------------
 
-    def begin_round(self, rollouts: Sequence[Rollout], advantages: Tensor, coefficients: Tensor) -> dict[str, float]:
+    def begin_round(self, rollouts: Sequence[Rollout], advantages: Tensor, coefficients: Tensor) -> Shares:
         """Reads the peers' responses and plans this agent's updates of the round.
 
         Args:
@@ -251,13 +255,13 @@ class HACPOAgent(GRPOTrainer):
             coefficients: (N sources,) capability discrepancy coefficients for this learner.
 
         Returns:
-            Shares per peer for the log: source index and name -> value.
+            For the log, of every peer: source index and name of the share -> value.
         """
         started = time.perf_counter()
         own = rollouts[self.agent_index]
         rows = own_rows(own, self.agent_index, advantages[self.agent_index])
         foreign: list[Row] = []
-        shares: dict[tuple[int, str], float] = {}
+        shares: Shares = {}
         if self.args.shares_rollouts:
             for j, rollout in enumerate(rollouts):
                 if j == self.agent_index:
@@ -531,43 +535,3 @@ class HACPOAgent(GRPOTrainer):
             return gathered.sum(0) if kind == "sum" else gathered.amax(0)
 
         return self.statistics.drain(reduce)
-
-
-@contextlib.contextmanager
-def _loadable_reference(model: Any, args: HACPOConfig) -> Iterator[None]:
-    """Lets TRL load the reference model of a model object that was never saved, by a copy on disk for the moment."""
-    unsaved = (
-        args.beta != 0.0
-        and not isinstance(model, str)
-        and not is_peft_model(model)
-        and not get_config_model_id(model.config)
-    )
-    if not unsaved:
-        yield
-        return
-    with tempfile.TemporaryDirectory(prefix="hacpo_reference_") as folder:
-        model.save_pretrained(folder)
-        model.config._name_or_path = folder
-        try:
-            yield
-        finally:
-            model.config._name_or_path = ""
-
-
-def _fix_absolute_positions(model: nn.Module) -> None:
-    """Gives models with learned absolute positions (GPT-2's kind) positions that do not count the padding.
-
-    TRL passes no positions, and padding on the left would shift them: the log-probabilities of a response would
-    depend on which others share its micro-batch.
-    """
-    base = model.get_base_model() if is_peft_model(model) else model
-    if not any(name.rsplit(".", 1)[-1] == "wpe" for name, _ in base.named_modules()):
-        return
-
-    def add_positions(module, args, kwargs):
-        mask = kwargs.get("attention_mask")
-        if kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None and mask is not None:
-            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        return args, kwargs
-
-    base.register_forward_pre_hook(add_positions, with_kwargs=True)

@@ -20,15 +20,15 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ._contract import check_versions
-from .agent import HACPOAgent
+from .agent import HACPOAgent, Shares
 from .capability import CapabilityTracker
 from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
 from .config import HACPOConfig
+from .loading import share_bases, shared_tensors
 from .objective import capability_aware_advantages
 from .offload import Residency
 from .progress import RoundProgress
 from .rollouts import Rollout
-from .sharing import share_bases, shared_tensors
 from .team import (
     check_dataset,
     check_models,
@@ -389,7 +389,7 @@ class HACPOTrainer(HACPOAgent):
 
     # -- logs -----------------------------------------------------------------------------------------------------
 
-    def _log_round(self, agent: HACPOAgent, rollouts: list[Rollout], shares: dict[tuple[int, str], float]) -> None:
+    def _log_round(self, agent: HACPOAgent, rollouts: list[Rollout], shares: Shares) -> None:
         metrics = agent._metrics["train"]
         metrics["capability"].append(self.capability.capabilities[agent.agent_index].item())
         for (source, name), value in shares.items():

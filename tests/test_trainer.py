@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hacpo_trl import HACPOTrainer, merge_adapter
-from hacpo_trl.agent import _fix_absolute_positions
+from hacpo_trl.loading import fix_absolute_positions
 from hacpo_trl.offload import resident_bytes
 from hacpo_trl.progress import RoundProgress
 
@@ -474,7 +474,7 @@ def test_absolute_positions_do_not_count_the_padding(agent_folders, tmp_path):
     padded_mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), mask], 1)
     alone = model(input_ids=ids, attention_mask=mask).logits
     assert not torch.allclose(model(input_ids=padded, attention_mask=padded_mask).logits[:, 3:], alone, atol=1e-4)
-    _fix_absolute_positions(model)
+    fix_absolute_positions(model)
     torch.testing.assert_close(model(input_ids=padded, attention_mask=padded_mask).logits[:, 3:], alone)
 
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -1,14 +1,17 @@
-"""One base model for several adapters: module trees of their own over the same frozen parameters."""
+"""Around loading models: one base for several adapters, references of unsaved models, positions without padding."""
 
+import contextlib
 import copy
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_peft_model
+from torch import nn
 from transformers import PreTrainedModel
-from trl.trainer.utils import create_model_from_path
+from trl.trainer.utils import create_model_from_path, get_config_model_id
 
 from .config import HACPOConfig
 
@@ -79,3 +82,43 @@ def _load(path: str, quantization: Any, args: HACPOConfig) -> PreTrainedModel:
     if args.deepspeed_plugin is not None:
         args.deepspeed_plugin.set_deepspeed_weakref()
     return create_model_from_path(path, **kwargs)
+
+
+@contextlib.contextmanager
+def loadable_reference(model: Any, args: HACPOConfig) -> Iterator[None]:
+    """Lets TRL load the reference model of a model object that was never saved, by a copy on disk for the moment."""
+    unsaved = (
+        args.beta != 0.0
+        and not isinstance(model, str)
+        and not is_peft_model(model)
+        and not get_config_model_id(model.config)
+    )
+    if not unsaved:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hacpo_reference_") as folder:
+        model.save_pretrained(folder)
+        model.config._name_or_path = folder
+        try:
+            yield
+        finally:
+            model.config._name_or_path = ""
+
+
+def fix_absolute_positions(model: nn.Module) -> None:
+    """Gives models with learned absolute positions (GPT-2's kind) positions that do not count the padding.
+
+    TRL passes no positions, and padding on the left would shift them: the log-probabilities of a response would
+    depend on which others share its micro-batch.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    if not any(name.rsplit(".", 1)[-1] == "wpe" for name, _ in base.named_modules()):
+        return
+
+    def add_positions(module, args, kwargs):
+        mask = kwargs.get("attention_mask")
+        if kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None and mask is not None:
+            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        return args, kwargs
+
+    base.register_forward_pre_hook(add_positions, with_kwargs=True)
