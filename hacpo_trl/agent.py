@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -54,10 +55,15 @@ class HACPOAgent(GRPOTrainer):
     _tag_names = ["trl", "hacpo"]
     _name = "HACPO"
     _paper = {
-        "title": "Heterogeneous Agent Collaborative Policy Optimization",
+        "title": "Heterogeneous Agent Collaborative Reinforcement Learning",
         "id": "2603.02604",
-        "citation": "@misc{hacpo2026, title={Heterogeneous Agent Collaborative Policy Optimization}, year={2026}, "
-        "eprint={2603.02604}, archivePrefix={arXiv}}",
+        "citation": textwrap.dedent("""\
+            @article{zhang2026heterogeneous,
+                title  = {{Heterogeneous Agent Collaborative Reinforcement Learning}},
+                author = {Zhixia Zhang and others},
+                year   = 2026,
+                eprint = {arXiv:2603.02604},
+            }"""),
     }
 
     def __init__(

@@ -1,7 +1,7 @@
 """HACPO's equations as pure tensor functions. Needs only torch.
 
-Source: "Heterogeneous Agent Collaborative Policy Optimization", arXiv 2603.02604. The equation numbers below are the
-paper's. Shapes: N agents, B prompts, G responses of every agent to every prompt, R rows of a batch, T tokens.
+Source: "Heterogeneous Agent Collaborative Reinforcement Learning", arXiv 2603.02604. The equation numbers below are
+the paper's. Shapes: N agents, B prompts, G responses of every agent to every prompt, R rows of a batch, T tokens.
 """
 
 import torch
