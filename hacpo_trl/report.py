@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_COLORS = ("#1f5fa8", "#d1622b", "#2c8a4b", "#8e44ad", "#a4343a", "#5d6d7e")
+COLORS = ("#1f5fa8", "#d1622b", "#2c8a4b", "#8e44ad", "#a4343a", "#5d6d7e")
 _LIGHT = 0.35
 
 
@@ -86,7 +86,7 @@ def _smooth(values: Sequence[float], span: int = 5) -> list[float]:
 
 
 def _plot_rewards(axis, history, agents) -> None:
-    for color, name in zip(_COLORS, agents, strict=False):
+    for color, name in zip(COLORS, agents, strict=False):
         rewards = _series(history, f"{name}/reward")
         rounds = range(1, len(rewards) + 1)
         axis.plot(rounds, rewards, color=color, alpha=_LIGHT, linewidth=1)
@@ -96,7 +96,7 @@ def _plot_rewards(axis, history, agents) -> None:
 
 
 def _plot_accuracies(axis, evaluations, agents) -> None:
-    colors = dict(zip(agents, _COLORS, strict=False))
+    colors = dict(zip(agents, COLORS, strict=False))
     for i, e in enumerate(evaluations):
         axis.bar(i - 0.2, e.before, 0.38, color=colors[e.agent], alpha=_LIGHT)
         axis.bar(i + 0.2, e.after, 0.38, color=colors[e.agent], yerr=e.error, capsize=3)
@@ -115,7 +115,7 @@ def _plot_ratios(axis, history, agents) -> None:
             silent = _series(history, f"pair/{source}->{learner}/no_gradient")
             if not ratios or not silent:
                 continue
-            color = _COLORS[number % len(_COLORS)]
+            color = COLORS[number % len(COLORS)]
             per_round = max(1, round(len(ratios) / max(1, len(_series(history, f"{agents[0]}/reward")))))
             means = [sum(ratios[i : i + per_round]) / per_round for i in range(0, len(ratios), per_round)]
             axis.plot(range(1, len(means) + 1), means, color=color, label=f"{source} → {learner}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import math
 import os
 import time
@@ -27,6 +28,7 @@ from .config import HACPOConfig
 from .loading import share_bases, shared_tensors
 from .objective import capability_aware_advantages
 from .offload import Residency
+from .page import RUN_FILE
 from .progress import RoundProgress
 from .rollouts import Rollout
 from .team import (
@@ -234,7 +236,25 @@ class HACPOTrainer(HACPOAgent):
             self._skip_epochs = self._finished_epochs(state["global_step"])
             if state["global_step"] >= self._total_steps():
                 return self._load_finished(resume_from_checkpoint, state["global_step"])
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._write_run_file()
+        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self.save_state()
+        return result
+
+    def _write_run_file(self) -> None:
+        """Who trains on what, for `hacpo report`."""
+        if not self.args.should_save:
+            return
+        run = {
+            "agents": self.agent_names,
+            "models": [get_config_model_id(agent.model.config) for agent in self.agents],
+            "method": self.args.method,
+            "shares_rollouts": self.args.shares_rollouts,
+            "settings": self.args.to_sanitized_dict(),
+        }
+        os.makedirs(self.args.output_dir, exist_ok=True)
+        with open(os.path.join(self.args.output_dir, RUN_FILE), "w", encoding="utf-8") as file:
+            json.dump(run, file, indent=2, default=str)
 
     def _steps_per_epoch(self) -> int | None:
         """Updates of one pass over the prompts; None for a stream, which has no length."""

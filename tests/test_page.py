@@ -1,0 +1,69 @@
+"""The HTML page of a run."""
+
+import json
+import re
+
+import pytest
+from conftest import config, dataset, digit_reward, team
+
+from hacpo_trl.page import write_page
+
+
+@pytest.fixture(scope="module")
+def run_dir(agent_folders, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    args = config(
+        folder, beta=0.1, peer_clip_delta=0.9, log_completions=True, max_rounds=3, per_device_eval_batch_size=4,
+        eval_strategy="steps", eval_steps=4,
+    )  # fmt: skip
+    trainer = team(agent_folders, ["char", "bpe"], args, eval_dataset=dataset(2))
+    trainer.train()
+    return folder
+
+
+def test_the_page_holds_everything_in_itself(run_dir):
+    page = open(write_page(str(run_dir)), encoding="utf-8").read()
+    assert page.count("<svg") == 2
+    for text in ("hacpo: char, bpe", "char → bpe", "Mean reward in evaluation", "All settings", "sampling"):
+        assert text in page
+    assert "3 rounds logged" in page
+    assert not re.search(r"<(script|link|img|iframe)\b", page)
+    assert not re.search(r"(src|href)=\"http", page.replace("http://www.w3.org", ""))
+
+
+def test_a_prompt_that_only_one_agent_got_right(run_dir):
+    page = open(write_page(str(run_dir), str(run_dir / "other.html")), encoding="utf-8").read()
+    section = page.split("Right by one agent only")[1]
+    for match in re.finditer(r"<b>only (\w+)</b></p><pre>(.*?)</pre>((?:<pre class=.*?</pre>)+)", section, re.S):
+        answers = re.findall(r'<pre class="(\w+)">(\w+): (.*?)</pre>', match[3], re.S)
+        assert [agent for kind, agent, _ in answers if kind == "right"] == [match[1]]
+        for kind, _, text in answers:
+            unescaped = text.replace("&lt;", "<").replace("&gt;", ">").replace("&#x27;", "'").replace("&quot;", '"')
+            assert (digit_reward([unescaped.replace("&amp;", "&")]) == [1.0]) == (kind == "right")
+
+
+def test_text_of_models_is_no_markup(run_dir, tmp_path):
+    run = json.loads((run_dir / "hacpo_run.json").read_text())
+    state = json.loads((run_dir / "trainer_state.json").read_text())
+    run["settings"]["run_name"] = "<script>alert(1)</script>"
+    (tmp_path / "hacpo_run.json").write_text(json.dumps(run))
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    page = open(write_page(str(tmp_path)), encoding="utf-8").read()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert "log_completions=True" in page  # without kept completions it says how to get them
+
+
+def test_a_running_run_is_read_from_its_checkpoints(run_dir, tmp_path):
+    (tmp_path / "hacpo_run.json").write_text((run_dir / "hacpo_run.json").read_text())
+    with pytest.raises(ValueError, match="has logged nothing yet"):
+        write_page(str(tmp_path))
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-12" / "trainer_state.json").write_text((run_dir / "trainer_state.json").read_text())
+    assert "3 rounds logged" in open(write_page(str(tmp_path))).read()
+
+
+def test_folders_without_a_run(tmp_path):
+    with pytest.raises(ValueError, match="is no folder"):
+        write_page(str(tmp_path / "lost"))
+    with pytest.raises(ValueError, match="holds no run"):
+        write_page(str(tmp_path))
