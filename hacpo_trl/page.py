@@ -205,11 +205,8 @@ def _times(history: Sequence[dict[str, Any]]) -> str:
         for phase in ("sampling", "grading", "reencoding", "updating")
     }
     whole = sum(totals.values()) or 1.0
-    rows = "".join(
-        f'<tr><td>{phase}</td><td class="number">{seconds:.1f} s</td><td class="number">{100 * seconds / whole:.1f} %</td>'
-        "</tr>"
-        for phase, seconds in totals.items()
-    )
+    numbers = '<td class="number">{:.1f} s</td><td class="number">{:.1f} %</td>'
+    rows = "".join(f"<tr><td>{p}</td>{numbers.format(s, 100 * s / whole)}</tr>" for p, s in totals.items())
     return f"<table>{rows}</table>"
 
 
