@@ -26,7 +26,7 @@ from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
 from .offload import Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
-from .sampler import connect, usable_logprobs
+from .sampler import check_engine, connect, usable_logprobs
 from .turns import Turns
 
 logger = logging.get_logger(__name__)
@@ -96,8 +96,8 @@ class HACPOAgent(GRPOTrainer):
         _fix_absolute_positions(self.accelerator.unwrap_model(self.model))
         self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
         self._end_id: int | None = None
-        if self.use_vllm and self.vllm_mode == "server":
-            connect(self)
+        if self.use_vllm:
+            connect(self) if self.vllm_mode == "server" else check_engine(self)
         if residency is not None:
             residency.register(self)
         if agent_index > 0:

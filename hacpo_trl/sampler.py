@@ -60,6 +60,22 @@ def connect(agent: "HACPOAgent") -> None:
             )
 
 
+def check_engine(agent: "HACPOAgent") -> None:
+    """Checks that an engine in the trainer's process has left the trainer's own model as it was.
+
+    Raises:
+        ValueError: when vLLM has rebuilt its class, as it does where it runs an architecture by Transformers' code.
+    """
+    model = agent.accelerator.unwrap_model(agent.model)
+    for module in model.modules():
+        if any(base.__module__.split(".")[0] == "vllm" for base in type(module).__mro__):
+            raise ValueError(
+                f"agent {agent.agent_name!r}: vLLM has no implementation of {type(module).__name__} of its own. It has "
+                "changed the class of Transformers for its purposes, in the whole process, and the trainer's model "
+                "cannot run any more. Use a server: vllm_mode='server' and vllm_server_urls."
+            )
+
+
 class _PausingAccelerator:
     """An accelerator that hands the turn on when it is asked whether this is the main process.
 

@@ -1,6 +1,7 @@
 """Rollouts from vLLM servers, without vLLM: settings, requests side by side, whose log-probabilities count."""
 
 import math
+import operator
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from stand_in import stand_in
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from hacpo_trl.sampler import connect, usable_logprobs
+from hacpo_trl._contract import VLLM_ATTRIBUTES
+from hacpo_trl.sampler import check_engine, connect, usable_logprobs
 from hacpo_trl.turns import Turns
 
 NAMES = ["char", "bpe"]
@@ -246,6 +248,27 @@ def test_the_turn_is_handed_on_between_the_same_collectives_on_all_processes(mon
     assert events == [*gathers, "a broadcasts", "b broadcasts"]
 
 
+def test_the_parts_of_trl_that_lead_to_a_server_are_there(monkeypatch, agent_folders, tmp_path):
+    trainer, _ = vllm_team(monkeypatch, agent_folders, vllm_config(tmp_path))
+    for path in VLLM_ATTRIBUTES:
+        assert operator.attrgetter(path)(trainer) is not None, f"a trainer with vLLM has no {path} any more"
+
+
+def test_an_engine_that_changed_the_trainers_model_is_refused(monkeypatch):
+    class Changed(torch.nn.Linear):
+        pass
+
+    agent = SimpleNamespace(
+        agent_name="a",
+        model=torch.nn.Sequential(Changed(1, 1)),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+    )
+    check_engine(agent)
+    monkeypatch.setattr(Changed, "__module__", "vllm.compilation.wrapper")
+    with pytest.raises(ValueError, match="agent 'a': vLLM has no implementation of Changed.*vllm_mode='server'"):
+        check_engine(agent)
+
+
 # -- log-probabilities ----------------------------------------------------------------------------------------------
 
 
@@ -287,18 +310,15 @@ def test_source_logps_of_the_sampler(monkeypatch, agent_folders, tmp_path, corre
     for agent in trainer.agents:
         logps = agent._get_per_token_logps_and_entropies
         agent._get_per_token_logps_and_entropies = lambda *a, logps=logps, **k: forwards.append(1) or logps(*a, **k)
-    for agent, rollout in zip(trainer.agents, sampled_rollouts(trainer), strict=True):
-        assert len(forwards) == (2 if correction else 0)  # the pass over the own responses is saved
+    rollouts = sampled_rollouts(trainer)
+    assert len(forwards) == (2 if correction else 0)  # the pass over the own responses is saved
+    for agent, rollout in zip(trainer.agents, rollouts, strict=True):
         trainers = agent._logp_sums(rollout)
-        lengths = torch.tensor([float(len(ids)) for ids in rollout.completion_ids])
-        samplers = trainers + 0.05 * lengths
+        samplers = trainers + 0.05 * torch.tensor([float(len(ids)) for ids in rollout.completion_ids])
         peers = rollout.peer_logp_sums if correction else rollout.logp_sums
         assert torch.allclose(peers, samplers, atol=1e-4)
         assert torch.allclose(rollout.logp_sums, trainers if correction else samplers, atol=1e-4)
         assert ("importance_sampling_ratio" in rollout.per_token) == correction
-        forwards = forwards[:2] if correction else []
-        forwards_before = len(forwards)
-        assert forwards_before in (0, 2)
 
 
 def test_an_exact_sampler_trains_the_same_weights_as_the_trainers_log_probabilities(
