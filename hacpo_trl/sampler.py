@@ -71,8 +71,8 @@ def check_engine(agent: "HACPOAgent") -> None:
         if any(base.__module__.split(".")[0] == "vllm" for base in type(module).__mro__):
             raise ValueError(
                 f"agent {agent.agent_name!r}: vLLM has no implementation of {type(module).__name__} of its own. It "
-                "has changed the class of Transformers for its purposes, in the whole process, and the trainer's model "
-                "cannot run any more. Use a server: vllm_mode='server' and vllm_server_urls."
+                "has changed the class of Transformers for its purposes, in the whole process, and the trainer's "
+                "model cannot run any more. Use a server: vllm_mode='server' and vllm_server_urls."
             )
 
 
