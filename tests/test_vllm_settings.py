@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import all_weights, config, digit_reward, team
+from conftest import all_weights, config, digit_reward, team, weights
 from peft import LoraConfig
 from stand_in import stand_in
 from trl.generation import vllm_generation
@@ -148,6 +148,22 @@ def test_the_weights_do_not_depend_on_the_servers_speed(monkeypatch, agent_folde
         trainer.train()
         results.append(all_weights(trainer))
     for a, b in zip(*results, strict=True):
+        assert (a == b).all()
+
+
+def test_sleeping_agents_train_the_same_weights(monkeypatch, agent_folders, tmp_path):
+    """They sample one after the other, and sync what is awake."""
+    results = []
+    for offload in (False, True):
+        trainer, servers = vllm_team(
+            monkeypatch, agent_folders, vllm_config(tmp_path, offload_inactive_agents=offload, beta=0.1)
+        )
+        trainer.train()
+        for agent, server in zip(trainer.agents, servers.values(), strict=True):
+            agent.activate()
+            results.append(weights(agent.model))
+            assert server.syncs == 2
+    for a, b in zip(results[:2], results[2:], strict=True):
         assert (a == b).all()
 
 
