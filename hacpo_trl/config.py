@@ -44,6 +44,7 @@ _TEAM_FIELDS = frozenset(
     log_completions offload_inactive_agents push_to_hub save_only_model eval_delay run_name vllm_server_urls""".split()
 )
 
+_ENGINE_FIELDS = ("vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
 _SERVER_FIELDS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_group_port")
 
 # Keys of `generation_kwargs` that change what is sampled but not the probabilities that the ratio is made of.
@@ -450,17 +451,15 @@ class HACPOConfig(GRPOConfig):
         """Refuses teams whose agents would overwrite each other's weights, or wait for each other for ever."""
         servers: dict[str, str] = {}
         group_ports: dict[int, str] = {}
-        engines: dict[str, bool] = {}  # agents with an engine in this process -> whether it sleeps
+        engines: dict[str, dict[str, Any]] = {}  # settings of agents with an engine in the trainer's process
         for i, name in enumerate(names):
-            own = {
-                key: getattr(self, key) for key in ("use_vllm", "vllm_mode", "vllm_enable_sleep_mode", *_SERVER_FIELDS)
-            }
+            own = {key: getattr(self, key) for key in ("use_vllm", "vllm_mode", *_ENGINE_FIELDS, *_SERVER_FIELDS)}
             own.update(self._server_of(name, i))
             own.update({key: value for key, value in (self.agent_overrides or {}).get(name, {}).items() if key in own})
             if not own["use_vllm"]:
                 continue
             if own["vllm_mode"] == "colocate":
-                engines[name] = own["vllm_enable_sleep_mode"]
+                engines[name] = own
                 continue
             url = own["vllm_server_base_url"] or f"http://{own['vllm_server_host']}:{own['vllm_server_port']}"
             other = servers.setdefault(_same_address(url), name)
@@ -481,13 +480,20 @@ class HACPOConfig(GRPOConfig):
         self._check_engines(engines)
 
     @staticmethod
-    def _check_engines(engines: dict[str, bool]) -> None:
-        if len(engines) > 1 and any(engines.values()):
+    def _check_engines(engines: dict[str, dict[str, Any]]) -> None:
+        if len(engines) < 2:
+            return
+        start = f"agents {', '.join(map(repr, engines))} would each have a vLLM engine in the trainer's process with "
+        servers = "Use one server for each agent (vllm_mode='server' and vllm_server_urls), or "
+        if any(own["vllm_enable_sleep_mode"] for own in engines.values()):
             raise ValueError(
-                f"agents {', '.join(map(repr, engines))} would each have a vLLM engine in the trainer's process "
-                "(vllm_mode='colocate') with vllm_enable_sleep_mode=True, but vLLM can put one engine a process to "
-                "sleep. Use one server for each agent (vllm_mode='server' and vllm_server_urls), or engines that stay "
-                "awake (vllm_enable_sleep_mode=False, with a vllm_gpu_memory_utilization that fits all of them)."
+                f"{start}vllm_enable_sleep_mode=True, but vLLM can put one engine a process to sleep. {servers}"
+                "engines that stay awake (vllm_enable_sleep_mode=False, and a vllm_gpu_memory_utilization that fits them all)."
+            )
+        if any(int(own["vllm_tensor_parallel_size"]) > 1 for own in engines.values()):
+            raise ValueError(
+                f"{start}vllm_tensor_parallel_size > 1, but vLLM's groups of processes are one set a process, and "
+                f"TRL makes new ones for every engine. {servers}vllm_tensor_parallel_size=1."
             )
 
     def _server_of(self, name: str, index: int) -> dict[str, Any]:

@@ -110,11 +110,14 @@ def test_urls_must_fit(tmp_path):
         server_config(tmp_path, agent_overrides={"a": {"vllm_server_urls": []}}).check_agents(["a"])
 
 
-def test_several_sleeping_engines_are_refused(tmp_path):
-    args = config(tmp_path, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True)
+@pytest.mark.parametrize("setting", [{"vllm_enable_sleep_mode": True}, {"vllm_tensor_parallel_size": 2}])
+def test_what_several_engines_in_one_process_cannot_have_is_refused(tmp_path, setting):
+    args = config(tmp_path, use_vllm=True, vllm_mode="colocate", **setting)
     args.check_agents(["a"])
-    with pytest.raises(ValueError, match="'a', 'b' would each have a vLLM engine .*one server for each agent"):
+    message = f"'a', 'b' would each have a vLLM engine .*with {next(iter(setting))}.*one server for each agent"
+    with pytest.raises(ValueError, match=message):
         args.check_agents(["a", "b"])
+    config(tmp_path, use_vllm=True, vllm_mode="colocate").check_agents(["a", "b"])
 
 
 def test_the_samplers_log_probabilities_need_vllm(tmp_path):
