@@ -39,11 +39,31 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "_save_optimizer_and_scheduler": ("output_dir",),
         "_save_scaler": ("output_dir",),
     },
+    "trl.generation.vllm_generation.VLLMGeneration": {
+        "__init__": ("model", "accelerator", "processing_class", "mode"),
+        "generate": ("prompts", "images", "num_generations", "profiler"),
+        "sync_weights": (),
+    },
+    "trl.generation.vllm_client.VLLMClient": {
+        "__init__": ("base_url", "host", "server_port", "group_port", "connection_timeout"),
+        "generate": ("prompts", "features", "n"),
+        "get_server_info": (),
+        "reset_prefix_cache": (),
+        "update_named_params": ("metadata", "named_params"),
+    },
     "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
 }
 
 # Attributes of a trainer object that we read or set
 ATTRIBUTES = ("_logs", "_metrics", "_step", "_tokenizer")
+
+# ... and of one with use_vllm=True
+VLLM_ATTRIBUTES = (
+    "_last_loaded_step",
+    "vllm_generation",
+    "vllm_generation.accelerator",
+    "vllm_generation.vllm_client",
+)
 
 # module -> functions and constants that are no public API
 FUNCTIONS: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,8 @@ import os
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
 from .offload import Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
+from .sampler import check_engine, connect, usable_logprobs
 from .turns import Turns
 
 logger = logging.get_logger(__name__)
@@ -95,10 +97,15 @@ class HACPOAgent(GRPOTrainer):
             AcceleratorState._reset_state()
             args.deepspeed_plugin.set_deepspeed_weakref()
         with loadable_reference(model, args):
-            super().__init__(model, reward_funcs, args, **kwargs)
+            try:
+                super().__init__(model, reward_funcs, args, **kwargs)
+            except ConnectionError as error:  # of its vLLM server
+                raise ConnectionError(f"agent {agent_name!r}: {error}") from error
         fix_absolute_positions(self.accelerator.unwrap_model(self.model))
         self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
         self._end_id: int | None = None
+        if self.use_vllm:
+            connect(self) if self.vllm_mode == "server" else check_engine(self)
         if residency is not None:
             residency.register(self)
         if agent_index > 0:
@@ -132,13 +139,15 @@ class HACPOAgent(GRPOTrainer):
         self.activate()
         started, waited = time.perf_counter(), self.turns.waited()
         self.model_wrapped.train()  # TRL reads from the model's mode whether it samples for training
-        output = self._generate_and_score_completions(inputs)
+        with self._without_spare_logps():
+            output = self._generate_and_score_completions(inputs)
         graded, self._graded = self._graded, None
 
         masks = output["completion_mask"].bool().cpu()
         lengths = [len(ids) for ids in graded["completion_ids"]]
         per_token = {}
-        for name in ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"):
+        names = ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps")
+        for name in names:
             if name in output:
                 values = output[name].cpu().expand_as(masks)  # a sequence-level ratio holds for every token
                 per_token[name] = [v[:n].clone() for v, n in zip(values, lengths, strict=True)]
@@ -155,12 +164,9 @@ class HACPOAgent(GRPOTrainer):
             per_token=per_token,
             rewards=graded["rewards"],
         )
-        if self.args.shares_rollouts:
-            if "old_per_token_logps" in per_token:
-                rollout.logp_sums = torch.stack([v.sum() for v in per_token["old_per_token_logps"]])
-            else:
-                rollout.logp_sums = self._logp_sums(rollout)
-            per_token.pop("old_per_token_logps", None)  # the sum is all that the sequence-level ratio needs
+        sampled = per_token.pop("sampling_per_token_logps", None)
+        if self.args.shares_rollouts:  # sums are all that the sequence-level ratio needs
+            self._sum_logps(rollout, per_token.pop("old_per_token_logps", None), sampled)
         if self._end_id is None:
             self._end_id = end_of_response_id(
                 self._tokenizer,
@@ -170,17 +176,6 @@ class HACPOAgent(GRPOTrainer):
             )
         self.timings["sampling"] += time.perf_counter() - started - (self.turns.waited() - waited)
         return rollout
-
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
-        size = self.args.sampling_batch_size
-        if self.use_vllm or size is None or size >= len(prompt_ids):
-            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
-        completion_ids = []
-        for start in range(0, len(prompt_ids), size):
-            part = prompt_ids[start : start + size]
-            ids, _ = super()._generate_single_turn(part, images, multimodal_fields, num_generations, **kwargs)
-            completion_ids += ids
-        return completion_ids, None
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         calculate = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
@@ -235,6 +230,63 @@ class HACPOAgent(GRPOTrainer):
 
     def _warn_once(self, message: str) -> None:
         logger.warning_once(f"agent {self.agent_name!r}: {message}")
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
+        size = len(prompt_ids) if self.use_vllm else self.args.sampling_batch_size or len(prompt_ids)
+        completion_ids, logprobs = [], None
+        for start in range(0, len(prompt_ids), size):  # vLLM takes all at once
+            part = prompt_ids[start : start + size]
+            ids, logprobs = super()._generate_single_turn(part, images, multimodal_fields, num_generations, **kwargs)
+            completion_ids += ids
+        if logprobs is not None:
+            logprobs, unusable = usable_logprobs(logprobs)
+            if unusable:
+                self._warn_once(
+                    f"vLLM gave {unusable} of {len(logprobs)} responses log-probabilities that are not finite; such "
+                    "responses take those of the training weights."
+                )
+        return completion_ids, logprobs
+
+    @contextlib.contextmanager
+    def _without_spare_logps(self) -> Iterator[None]:
+        """Keeps TRL from the forward pass over the own responses when the sampler's log-probabilities serve instead.
+
+        TRL computes them for rounds of more than one update, by the number of passes over a round.
+        """
+        sampler = self.args.source_logps == "sampler" and not self.vllm_importance_sampling_correction
+        if not (sampler and self.args.shares_rollouts):
+            yield
+            return
+        iterations = self.num_iterations
+        self.num_iterations = Fraction(self.args.gradient_accumulation_steps, self.args.steps_per_generation)
+        try:
+            yield
+        finally:
+            self.num_iterations = iterations
+
+    def _sum_logps(self, rollout: Rollout, old: list[Tensor] | None, sampled: list[Tensor] | None) -> None:
+        """Sums what the ratios of this agent and of its peers compare with.
+
+        Args:
+            rollout: takes the sums.
+            old: R tensors (T_i,) under the training weights, where TRL computed them.
+            sampled: R tensors (T_i,) of vLLM, NaN where they are not usable.
+        """
+        trainers = None if old is None else torch.stack([v.sum() for v in old])
+        if self.args.source_logps != "sampler":
+            rollout.logp_sums = self._logp_sums(rollout) if trainers is None else trainers
+            return
+        sums = torch.stack([v.sum() for v in sampled])
+        unusable = sums.isnan()
+        # All processes run the same number of forward passes
+        if trainers is None and self._agree([int(unusable.any())])[0]:
+            trainers = self._logp_sums(rollout)
+        if trainers is not None:
+            sums = torch.where(unusable, trainers, sums)
+        if "importance_sampling_ratio" in rollout.per_token:  # the correction leads from the sampler to the trainer
+            rollout.logp_sums, rollout.peer_logp_sums = trainers, sums
+        else:
+            rollout.logp_sums = sums
 
     @torch.no_grad()
     def _logp_sums(self, rollout: Rollout) -> Tensor:
@@ -449,6 +501,8 @@ class HACPOAgent(GRPOTrainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self.activate()
+        if self.use_vllm:
+            self._last_loaded_step = -1  # a checkpoint may have the step, but not the weights, of the last sync
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir):

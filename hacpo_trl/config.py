@@ -8,6 +8,7 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -25,7 +26,14 @@ _HACPO_ONLY = (
     "baseline",
     "capability_coefficient",
 )
-_SHARED_ONLY = ("peer_advantages", "rollout_order", "length_normalization", "peer_overflow", "skip_silent_responses")
+_SHARED_ONLY = (
+    "peer_advantages",
+    "rollout_order",
+    "length_normalization",
+    "peer_overflow",
+    "skip_silent_responses",
+    "source_logps",
+)
 
 # What all agents of a team have in common: the prompts, the groups and the clock of the run.
 _TEAM_FIELDS = frozenset(
@@ -35,8 +43,11 @@ _TEAM_FIELDS = frozenset(
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
     reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds baseline
     advantage_epsilon peer_advantages capability_coefficient report_to shuffle_dataset remove_unused_columns
-    log_completions offload_inactive_agents push_to_hub save_only_model eval_delay run_name""".split()
+    log_completions offload_inactive_agents push_to_hub save_only_model eval_delay run_name vllm_server_urls""".split()
 )
+
+_ENGINE_FIELDS = ("vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
+_SERVER_FIELDS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_group_port")
 
 # Keys of `generation_kwargs` that change what is sampled but not the probabilities that the ratio is made of.
 _SAMPLER_KEYS = frozenset(
@@ -94,6 +105,15 @@ class HACPOConfig(GRPOConfig):
         offload_inactive_agents: park the states of all agents but the running one in the CPU's memory, so that the
             device holds about one agent at a time. Agents then update one after the other in a round; the results are
             the same. With DeepSpeed it needs ZeRO-3. After training, `agent.activate()` brings an agent back.
+        vllm_server_urls: with `use_vllm=True` and `vllm_mode="server"`, one server for each agent, in their order. An
+            agent's server can also be set by its `agent_overrides` (`vllm_server_base_url`, or `vllm_server_host` and
+            `vllm_server_port`). Every agent syncs its weights on a port of its own: `vllm_group_port` plus its place
+            in the team, unless its overrides set one.
+        source_logps: "trainer": peers compare their ratio with the log-probabilities that the source's training
+            weights give its responses; "sampler": with those that vLLM gave them while it sampled. Without
+            `vllm_importance_sampling_correction` this saves a forward pass over the own responses, which then compare
+            with the sampler, too; with it the own responses keep the trainer's, and the correction. A response with
+            any log-probability that is not finite takes the trainer's, with a correction of 1.
         agent_overrides: other settings for single agents, by name:
             `{"llama-3b": {"learning_rate": 5e-7, "chat_template_kwargs": {...}}}`.
 
@@ -182,6 +202,16 @@ class HACPOConfig(GRPOConfig):
     offload_inactive_agents: bool = field(
         default=False, metadata={"help": "Park the states of agents that are not running in the CPU's memory."}
     )
+    vllm_server_urls: list[str] | None = field(
+        default=None, metadata={"help": "One vLLM server for each agent, in their order: http://localhost:8000 ..."}
+    )
+    source_logps: str = field(
+        default="trainer",
+        metadata={
+            "help": "Whose log-probabilities peers compare with: the source's 'trainer' or 'sampler' (vLLM).",
+            "choices": ("trainer", "sampler"),
+        },
+    )
     agent_overrides: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Settings for single agents, by name (JSON on the command line)."}
     )
@@ -219,6 +249,7 @@ class HACPOConfig(GRPOConfig):
         self._check_clipping()
         self._check_supported()
         self._check_batches()
+        self._check_sampler()
         self._warn_of_idle_settings()
 
     # -- checks ---------------------------------------------------------------------------------------------------
@@ -261,6 +292,7 @@ class HACPOConfig(GRPOConfig):
             "rollout_order": ("own_first", "shuffled"),
             "length_normalization": ("own", "shared"),
             "peer_overflow": ("truncate", "drop"),
+            "source_logps": ("trainer", "sampler"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -356,6 +388,26 @@ class HACPOConfig(GRPOConfig):
                 f"max_rounds={self.max_rounds} and max_steps={self.max_steps} are both set. Keep max_rounds."
             )
 
+    def _check_sampler(self) -> None:
+        urls = self.vllm_server_urls
+        if urls is not None:
+            if not (self.use_vllm and self.vllm_mode == "server"):
+                raise ValueError(
+                    f"vllm_server_urls needs use_vllm=True and vllm_mode='server', not use_vllm={self.use_vllm} and "
+                    f"vllm_mode={self.vllm_mode!r}."
+                )
+            if isinstance(urls, str) or not all(re.match(r"https?://[^/]", str(url)) for url in urls):
+                raise ValueError(
+                    f"vllm_server_urls={urls!r} must be a list of addresses, one for each agent, e.g. "
+                    "['http://localhost:8000', 'http://localhost:8001']."
+                )
+        # A single agent's settings have no overrides: what they turn on is checked there
+        if self.source_logps == "sampler" and not self.use_vllm and not self.agent_overrides:
+            raise ValueError(
+                "source_logps='sampler' needs use_vllm=True: only vLLM reports the log-probabilities that it sampled "
+                "with. Use source_logps='trainer'."
+            )
+
     def _generations_message(self) -> str:
         rows = self.generation_batch_size
         divisors = [d for d in range(2, rows + 1) if rows % d == 0]
@@ -410,8 +462,75 @@ class HACPOConfig(GRPOConfig):
                 f"updates. Try max_steps={_nearest_multiple(self.max_steps, updates)}, or max_rounds="
                 f"{max(1, round(self.max_steps / updates))}."
             )
+        if self.vllm_server_urls is not None and len(self.vllm_server_urls) != len(names):
+            raise ValueError(
+                f"vllm_server_urls lists {len(self.vllm_server_urls)} servers for {len(names)} agents "
+                f"({', '.join(names)}); a server holds the weights of one agent, so give one for each."
+            )
+        self._check_servers(names)
 
-    def for_agent(self, name: str, *, leader: bool) -> "HACPOConfig":
+    def _check_servers(self, names: list[str]) -> None:
+        """Refuses teams whose agents would overwrite each other's weights, or wait for each other for ever."""
+        servers: dict[str, str] = {}
+        group_ports: dict[int, str] = {}
+        engines: dict[str, dict[str, Any]] = {}  # settings of agents with an engine in the trainer's process
+        for i, name in enumerate(names):
+            own = {key: getattr(self, key) for key in ("use_vllm", "vllm_mode", *_ENGINE_FIELDS, *_SERVER_FIELDS)}
+            own.update(self._server_of(name, i))
+            own.update({key: value for key, value in (self.agent_overrides or {}).get(name, {}).items() if key in own})
+            if not own["use_vllm"]:
+                continue
+            if own["vllm_mode"] == "colocate":
+                engines[name] = own
+                continue
+            url = own["vllm_server_base_url"] or f"http://{own['vllm_server_host']}:{own['vllm_server_port']}"
+            other = servers.setdefault(_same_address(url), name)
+            if other != name:
+                raise ValueError(
+                    f"agents {other!r} and {name!r} would both use the vLLM server {url}, but a server holds the "
+                    "weights of one agent. Start one for each (hacpo serve --models ... --ports 8000 8001 starts them "
+                    "all) and set vllm_server_urls=['http://localhost:8000', 'http://localhost:8001', ...]."
+                )
+            port = own["vllm_group_port"]
+            other = group_ports.setdefault(int(port), name)
+            if other != name:
+                raise ValueError(
+                    f"agents {other!r} and {name!r} would both sync their weights on vllm_group_port={port}. Give "
+                    "each a free port of its own in agent_overrides, or none: then they are vllm_group_port plus the "
+                    "agent's place in the team."
+                )
+        self._check_engines(engines)
+
+    @staticmethod
+    def _check_engines(engines: dict[str, dict[str, Any]]) -> None:
+        if len(engines) < 2:
+            return
+        start = f"agents {', '.join(map(repr, engines))} would each have a vLLM engine in the trainer's process with "
+        servers = "Use one server for each agent (vllm_mode='server' and vllm_server_urls), or "
+        if any(own["vllm_enable_sleep_mode"] for own in engines.values()):
+            raise ValueError(
+                f"{start}vllm_enable_sleep_mode=True, but vLLM can put one engine a process to sleep. {servers}"
+                "engines that stay awake (vllm_enable_sleep_mode=False, and a vllm_gpu_memory_utilization that fits all)."
+            )
+        if any(int(own["vllm_tensor_parallel_size"]) > 1 for own in engines.values()):
+            raise ValueError(
+                f"{start}vllm_tensor_parallel_size > 1, but vLLM's groups of processes are one set a process, and "
+                f"TRL makes new ones for every engine. {servers}vllm_tensor_parallel_size=1."
+            )
+
+    def _server_of(self, name: str, index: int) -> dict[str, Any]:
+        """An agent's server, unless its overrides say otherwise."""
+        overrides = (self.agent_overrides or {}).get(name, {})
+        server: dict[str, Any] = {"vllm_server_urls": None}
+        addressed = {"vllm_server_base_url", "vllm_server_host", "vllm_server_port"} & overrides.keys()
+        if self.vllm_server_urls is not None and not addressed:
+            server["vllm_server_base_url"] = self.vllm_server_urls[index]
+        elif addressed and "vllm_server_base_url" not in overrides:
+            server["vllm_server_base_url"] = None  # TRL would prefer the team's address to the agent's port
+        server["vllm_group_port"] = self.vllm_group_port + index
+        return server
+
+    def for_agent(self, name: str, *, leader: bool, index: int = 0) -> "HACPOConfig":
         """The settings of one agent: these with its overrides.
 
         An agent with another `per_device_train_batch_size` keeps the number of responses a round, and, unless its
@@ -420,6 +539,7 @@ class HACPOConfig(GRPOConfig):
         Args:
             name: the agent's name.
             leader: the leader reports and keeps the team's output folder; a peer has a folder of its own inside.
+            index: the agent's place in the team.
 
         Raises:
             ValueError: when an override cannot work, naming the agent.
@@ -427,6 +547,7 @@ class HACPOConfig(GRPOConfig):
         changes = {
             key: _converted(name, key, value) for key, value in (self.agent_overrides or {}).get(name, {}).items()
         }
+        changes = {**self._server_of(name, index), **changes}
         size = changes.setdefault("per_device_train_batch_size", self.per_device_train_batch_size)
         if not (isinstance(size, int) and size >= 1):
             raise ValueError(
@@ -465,6 +586,14 @@ class HACPOConfig(GRPOConfig):
                 return dataclasses.replace(self, **changes)
         except (ValueError, TypeError) as error:
             raise ValueError(f"agent {name!r}: {error}") from error
+
+
+def _same_address(url: str) -> str:
+    """What two ways to write one server's address have in common."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").lower()
+    host = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::1", "::") else host
+    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/')}"
 
 
 def _default(name: str) -> Any:

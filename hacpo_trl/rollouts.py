@@ -28,6 +28,7 @@ class Rollout:
         masked: R flags, True when `mask_truncated_completions` takes the response out of every loss.
         logp_sums: (R,) sum of the response's log-probabilities under the weights that sampled it; None when no other
             agent needs it.
+        peer_logp_sums: (R,) what peers compare with, where it is not `logp_sums`.
         per_token: name -> R tensors (T_i,): what TRL computed for the own loss ("ref_per_token_logps",
             "old_per_token_logps", "importance_sampling_ratio").
         rewards: (B * G,) rewards of **all** processes, NaN for unscorable responses.
@@ -41,6 +42,7 @@ class Rollout:
     logp_sums: Tensor | None
     per_token: dict[str, list[Tensor]]
     rewards: Tensor
+    peer_logp_sums: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -213,6 +215,7 @@ def peer_rows(
         drop_overflowing: give a response beyond the learner's limit no advantage instead of cutting it.
     """
     rows = []
+    logp_sums = rollout.logp_sums if rollout.peer_logp_sums is None else rollout.peer_logp_sums
     for i in range(len(rollout)):
         own_length = max(len(rollout.completion_ids[i]), 1)
         length = max(encoded.lengths[i], 1) if shared_length else own_length
@@ -226,7 +229,7 @@ def peer_rows(
                 completion_ids=torch.tensor(encoded.ids[i] or [pad_id], dtype=torch.long),
                 advantage=0.0 if unusable else advantages[i].item(),
                 coefficient=coefficient,
-                source_logp=rollout.logp_sums[i].item() / length,
+                source_logp=logp_sums[i].item() / length,
                 masked=empty,
             )
         )

@@ -105,7 +105,7 @@ class HACPOTrainer(HACPOAgent):
         names = resolve_names(models, agent_names)
         args.check_agents(names)
         warn_if_alone(names, args)
-        configs = [args.for_agent(name, leader=i == 0) for i, name in enumerate(names)]
+        configs = [args.for_agent(name, leader=i == 0, index=i) for i, name in enumerate(names)]
         if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
             raise ValueError(
                 "FSDP is not supported: accelerate has one FSDP plugin a process, a team needs one for each agent. "

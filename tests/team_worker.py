@@ -6,11 +6,13 @@ Sampling is replaced by responses that depend on the prompt, the place in the gr
 the order of the rows is fixed, so that any number of processes sees the same data.
 """
 
+import functools
 import hashlib
 import json
 import os
 import signal
 import sys
+import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +26,8 @@ with open(sys.argv[1]) as file:
 
 from conftest import config, dataset, digit_reward
 from peft import LoraConfig
+from stand_in import StandInClient, StandInServer
+from trl.generation import vllm_generation
 
 import hacpo_trl.agent
 from hacpo_trl import HACPOTrainer
@@ -54,7 +58,27 @@ def sample(self, prompt_ids, images, multimodal_fields, num_generations, **kwarg
     return responses, None
 
 
-hacpo_trl.agent.HACPOAgent._generate_single_turn = sample
+def servers(models, names):
+    """Stand-ins for vLLM, of which none answers before all have been asked."""
+    together = threading.Barrier(len(names), timeout=60)
+
+    def before(name):
+        together.wait()
+        if SETTINGS["vllm"] == f"{name} fails":
+            raise OSError("connection refused")
+
+    StandInClient.servers = {
+        f"http://{name}:8000": StandInServer(model, before=functools.partial(before, name))
+        for model, name in zip(models, names, strict=True)
+    }
+    vllm_generation.VLLMClient = StandInClient
+    vllm_generation.is_vllm_available = lambda *args, **kwargs: True
+
+
+if SETTINGS.get("vllm"):
+    servers(SETTINGS["models"], SETTINGS["names"])
+else:
+    hacpo_trl.agent.HACPOAgent._generate_single_turn = sample
 
 
 def kill_points(trainer):

@@ -1,0 +1,66 @@
+"""The command `hacpo`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import serve
+from ._version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand.
+
+    Args:
+        arguments: by default those of the process. What follows "--" goes to the servers of `hacpo serve`.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    extra: list[str] = []
+    if "--" in arguments:
+        place = arguments.index("--")
+        arguments, extra = arguments[:place], arguments[place + 1 :]
+    parser = argparse.ArgumentParser("hacpo", description="Different language models learn together by HACPO.")
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="subcommand", required=True)
+    add_serve(subparsers)
+    parsed = parser.parse_args(arguments)
+    if extra and parsed.subcommand != "serve":
+        parser.error("only `hacpo serve` takes further arguments after --")
+    return parsed.run(parsed, extra)
+
+
+def add_serve(subparsers) -> None:
+    """Adds `hacpo serve`."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="start one vLLM server for each agent, and stop them together",
+        usage="hacpo serve --models A B [--ports 8000 8001] [--gpus 0 1] [...] [-- further arguments of the servers]",
+    )
+    parser.add_argument("--models", nargs="+", required=True, help="one for each agent")
+    parser.add_argument("--ports", nargs="+", type=int, help="one for each model; by default 8000, 8001, ...")
+    parser.add_argument(
+        "--gpus", nargs="+", help="one for each model, '0', or '0,1' to split it over them; by default 0, 1, ..."
+    )
+    parser.add_argument("--host", default="0.0.0.0", help="where the servers listen")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds until all servers must answer")
+    parser.add_argument("--log_dir", help="where the servers' logs go; by default a new temporary folder")
+    parser.set_defaults(run=_serve)
+
+
+def _serve(parsed: argparse.Namespace, extra: list[str]) -> int:
+    return serve.run(
+        parsed.models,
+        ports=parsed.ports,
+        gpus=parsed.gpus,
+        host=parsed.host,
+        extra=extra,
+        timeout=parsed.timeout,
+        log_dir=parsed.log_dir,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

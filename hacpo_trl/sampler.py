@@ -1,0 +1,131 @@
+"""vLLM as an agent's sampler: requests to all servers are under way together, and what they answer is checked."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .agent import HACPOAgent
+
+_SERVERS_MINUS_INFINITY = -9999.0  # JSON has no infinity, and this is what vLLM's server writes instead
+
+
+def connect(agent: "HACPOAgent") -> None:
+    """Lets the other agents go on while this agent's server samples, and names both where the server fails.
+
+    Every process hands the turn on at the same place, between the gathering of the prompts and the broadcast of the
+    responses, so that collective operations keep one order on all of them.
+
+    Args:
+        agent: an agent with `vllm_mode="server"`.
+
+    Raises:
+        ValueError: when `source_logps="sampler"` and the server reports other log-probabilities than it samples by.
+    """
+    generation = agent.vllm_generation
+
+    def out_of_turn(function: Callable[[], Any]) -> Any:
+        result = agent.turns.pause(function)
+        agent.activate()
+        return result
+
+    if not agent.accelerator.is_main_process:
+        generate = generation.generate
+
+        @functools.wraps(generate)
+        def generate_with_pause(*args, **kwargs):
+            accelerator = generation.accelerator
+            generation.accelerator = _PausingAccelerator(accelerator, lambda: out_of_turn(lambda: None))
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                generation.accelerator = accelerator
+
+        generation.generate = generate_with_pause
+        return
+
+    client = generation.vllm_client
+    for name in ("generate", "update_named_params", "reset_prefix_cache"):
+        setattr(client, name, _naming(getattr(client, name), agent, client.base_url))
+    generate_named = client.generate
+    client.generate = lambda *args, **kwargs: out_of_turn(functools.partial(generate_named, *args, **kwargs))
+    if agent.args.source_logps == "sampler":
+        mode = client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise ValueError(
+                f"agent {agent.agent_name!r}: source_logps='sampler' needs the log-probabilities that are sampled by, "
+                f"but the server {client.base_url} runs with --logprobs-mode {mode}. Start it with --logprobs-mode "
+                "processed_logprobs (hacpo serve does), or use source_logps='trainer'."
+            )
+
+
+def check_engine(agent: "HACPOAgent") -> None:
+    """Checks that an engine in the trainer's process has left the trainer's own model as it was.
+
+    Raises:
+        ValueError: when vLLM has rebuilt its class, as it does where it runs an architecture by Transformers' code.
+    """
+    model = agent.accelerator.unwrap_model(agent.model)
+    for module in model.modules():
+        if any(base.__module__.split(".")[0] == "vllm" for base in type(module).__mro__):
+            raise ValueError(
+                f"agent {agent.agent_name!r}: vLLM has no implementation of {type(module).__name__} of its own. It "
+                "has changed the class of Transformers for its purposes, in the whole process, and the trainer's "
+                "model cannot run any more. Use a server: vllm_mode='server' and vllm_server_urls."
+            )
+
+
+class _PausingAccelerator:
+    """An accelerator that hands the turn on when it is asked whether this is the main process.
+
+    `VLLMGeneration.generate` asks once, right before the main process sends its request.
+    """
+
+    def __init__(self, accelerator: Any, pause: Callable[[], Any]):
+        self._accelerator = accelerator
+        self._pause = pause
+
+    @property
+    def is_main_process(self) -> bool:
+        self._pause()
+        return self._accelerator.is_main_process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def _naming(function: Callable[..., Any], agent: "HACPOAgent", url: str) -> Callable[..., Any]:
+    """The function, with errors that name the agent and its server."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise RuntimeError(
+                f"agent {agent.agent_name!r}: its vLLM server {url} failed in {function.__name__}: {error}. All "
+                "checkpoints of finished rounds are whole: start the server again, then a new run with "
+                "trainer.train(resume_from_checkpoint=True)."
+            ) from error
+
+    return call
+
+
+def usable_logprobs(logprobs: Sequence[Sequence[float | None]]) -> tuple[list[list[float]], int]:
+    """A sampler's log-probabilities, with NaN for every token of a response that has any that is not finite.
+
+    TRL takes NaN for "as the training weights have it", so such a response gets the correction 1.
+
+    Args:
+        logprobs: one list per response.
+
+    Returns:
+        The log-probabilities, and the number of responses that were set to NaN.
+    """
+    result, unusable = [], 0
+    for values in logprobs:
+        usable = all(v is not None and math.isfinite(v) and v > _SERVERS_MINUS_INFINITY for v in values)
+        result.append(list(values) if usable else [math.nan] * len(values))
+        unusable += not usable
+    return result, unusable
