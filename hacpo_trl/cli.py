@@ -1,11 +1,14 @@
 """The command `hacpo`."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from . import serve
 from ._version import __version__
+
+_WHOLE = {"train": "hacpo_trl.train", "evaluate": "hacpo_trl.evaluate"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in _WHOLE:  # these have parsers of their own
+        return importlib.import_module(_WHOLE[arguments[0]]).main(arguments[1:])
     extra: list[str] = []
     if "--" in arguments:
         place = arguments.index("--")
@@ -25,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("hacpo", description="Different language models learn together by HACPO.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
+    subparsers.add_parser("train", help="train a team on maths problems; hacpo train --help lists all settings")
+    subparsers.add_parser("evaluate", help="evaluate models on maths benchmarks; see hacpo evaluate --help")
     add_serve(subparsers)
+    add_report(subparsers)
     parsed = parser.parse_args(arguments)
     if extra and parsed.subcommand != "serve":
         parser.error("only `hacpo serve` takes further arguments after --")
@@ -48,6 +56,25 @@ def add_serve(subparsers) -> None:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds until all servers must answer")
     parser.add_argument("--log_dir", help="where the servers' logs go; by default a new temporary folder")
     parser.set_defaults(run=_serve)
+
+
+def add_report(subparsers) -> None:
+    """Adds `hacpo report`."""
+    parser = subparsers.add_parser("report", help="make one HTML page about a run")
+    parser.add_argument("run_dir", help="the run's output_dir")
+    parser.add_argument("--output", help="where the page goes; by default RUN_DIR/report.html")
+    parser.set_defaults(run=_report)
+
+
+def _report(parsed: argparse.Namespace, extra: list[str]) -> int:
+    from .page import write_page
+
+    try:
+        print(write_page(parsed.run_dir, parsed.output))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _serve(parsed: argparse.Namespace, extra: list[str]) -> int:

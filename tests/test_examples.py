@@ -46,6 +46,31 @@ def test_train_math_on_a_local_file(tmp_path):
     assert (tmp_path / "out" / "b" / "tokenizer.json").exists()
 
 
+def test_dry_run_prints_the_plan(tmp_path):
+    rows = [{"problem": p["prompt"].strip(), "answer": p["answer"]} for p in make_problems(["addition"], 16, 0)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [
+        "train", "--dry_run", "--models", shipped_agent("tiny-char"), shipped_agent("tiny-bpe"), "--output_dir", "out",
+        "--dataset", "train.jsonl", "--use_cpu", "--num_generations", "4", "--per_device_train_batch_size", "4",
+        "--gradient_accumulation_steps", "2", "--agent_overrides", '{"tiny-bpe": {"learning_rate": 5e-7}}',
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "hacpo_trl.cli", *command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 prompts x 4 responses = 16 of each agent" in done.stdout
+    assert "updates of an agent: 4, each on 8" in done.stdout
+    assert "2 on its own responses" in done.stdout and "at most: 32 of each agent" in done.stdout
+    assert "tiny-bpe" in done.stdout and "5e-07" in done.stdout
+    assert "16 problems, 4 rounds, 16 updates of an agent" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("arguments", "message"), [([], "Which models"), (["--models", "x"], "Which problems")])
 def test_train_math_asks_for_what_is_missing(tmp_path, arguments, message):
     done = run_script("train_math.py", "--output_dir", "out", "--use_cpu", "--bf16", "false", *arguments, cwd=tmp_path)

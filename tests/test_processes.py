@@ -57,7 +57,7 @@ def run(folder, agent_folders, processes, *, launcher=(), expect=0, environment=
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,  # DeepSpeed compiles an operation once on a new machine
     )
     assert (done.returncode == 0) == (expect == 0), done.stderr[-5000:]
     if expect:
