@@ -5,7 +5,7 @@ import functools
 import os
 import textwrap
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -87,6 +87,7 @@ class HACPOAgent(GRPOTrainer):
         self.residency = residency
         self.turns = turns or Turns()
         self._plan: list[list[Row]] = []
+        self._silent: list[Counter[int]] = []
         self._graded: dict[str, Any] | None = None
         self._losses: list[float] = []
         self._final_step: int | None = None
@@ -351,18 +352,26 @@ class HACPOAgent(GRPOTrainer):
             skip_silent=self.args.skip_silent_responses,
             agree=self._agree,
         )
-        self._count_silent(foreign)
+        self._silent = self._find_silent(foreign)
         self.timings["reencoding"] += time.perf_counter() - started
         return shares
 
-    def _count_silent(self, foreign: Sequence[Row]) -> None:
-        ran = [0] * self.num_agents
-        for batch in self._plan:
-            for row in batch:
-                ran[row.source] += 1
-        for j in {row.source for row in foreign}:
-            total = sum(row.source == j for row in foreign) * self.num_iterations
-            self.statistics.add_silent(j, total - ran[j])
+    def _find_silent(self, foreign: Sequence[Row]) -> list[Counter[int]]:
+        """For every update of a pass, how many responses of each source are left out."""
+        ran = {id(row) for batch in self._plan for row in batch}
+        silent: list[Counter[int]] = [Counter() for _ in range(self.steps_per_round)]
+        for row in foreign:
+            if id(row) not in ran:
+                silent[row.update][row.source] += 1
+        return silent
+
+    def _count_silent(self, step: int) -> None:
+        """Counts what an update leaves out, when it begins: the log tells of it with what ran."""
+        update, inside = divmod(step, self.args.gradient_accumulation_steps)
+        if inside == 0 and self._silent:
+            updates = self.args.updates_per_round(self.num_agents) // self.num_iterations
+            for source, count in self._silent[update % updates].items():
+                self.statistics.add_silent(source, count)
 
     def _agree(self, counts: list[int]) -> list[int]:
         """The largest of every count over all processes."""
@@ -395,7 +404,9 @@ class HACPOAgent(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.activate()
         started = time.perf_counter()
-        if self._plan[self._step % self.steps_per_round]:
+        step = self._step % self.steps_per_round
+        self._count_silent(step)
+        if self._plan[step]:
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:  # every response of this micro-batch is silent, on all processes
             self._step += 1

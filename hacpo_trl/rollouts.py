@@ -61,6 +61,7 @@ class Row:
         source_logp: mean log-probability that the ratio compares with.
         masked: True when the row must not act on any loss.
         per_token: see `Rollout.per_token`; empty for peers' responses.
+        update: index of the update of a pass that the row belongs to, set by `plan_round`.
     """
 
     source: int
@@ -71,6 +72,7 @@ class Row:
     source_logp: float = 0.0
     masked: bool = False
     per_token: dict[str, Tensor] = field(default_factory=dict)
+    update: int = 0
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -278,6 +280,9 @@ def plan_round(
 
     per_update = rows_per_step * steps_per_update
     updates = [ordered[i : i + per_update] for i in range(0, len(ordered), per_update)]
+    for index, update in enumerate(updates):
+        for row in update:
+            row.update = index
     own_source = own[0].source if own else None
 
     def is_silent(row: Row) -> bool:

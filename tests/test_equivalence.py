@@ -94,7 +94,7 @@ def test_an_agent_with_other_micro_batches_learns_the_same(agent_folders, tmp_pa
 
 
 def test_leaving_out_silent_responses_changes_nothing(agent_folders, tmp_path):
-    results = []
+    results, shares = [], []
     for skip in (True, False):
         args = config(
             tmp_path,
@@ -108,10 +108,14 @@ def test_leaving_out_silent_responses_changes_nothing(agent_folders, tmp_path):
         trainer = team(agent_folders, ["char", "bpe", "mini"], args)
         trainer.train()
         results.append(all_weights(trainer))
+        shares.append([{k: v for k, v in h.items() if k.endswith("no_gradient")} for h in trainer.state.log_history])
         ran = sum(len(batch) for agent in trainer.agents for batch in agent._plan)
         assert (ran < 3 * 24) == skip
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+    # the log tells the same, too: what did not run has no gradient, in the update where it would have run
+    for skipped, complete in zip(*shares, strict=True):
+        assert skipped == pytest.approx(complete)
 
 
 def test_peers_move_the_weights(agent_folders, tmp_path):

@@ -141,7 +141,7 @@ def test_logs_of_agents_and_pairs(agent_folders, tmp_path):
         learning_from_peers = step % 4 >= 2
         for pair in ("pair/bpe->char", "pair/char->bpe"):
             for key in ("ratio_mean", "ratio_max", "effective_sample_size", "no_gradient", "below_range"):
-                assert (f"{pair}/{key}" in entry) == learning_from_peers or key == "no_gradient"
+                assert (f"{pair}/{key}" in entry) == learning_from_peers
             if f"{pair}/ratio_mean" in entry:
                 assert 0 < entry[f"{pair}/effective_sample_size"] <= 1 + 1e-9
                 assert entry[f"{pair}/ratio_max"] >= entry[f"{pair}/ratio_mean"]
