@@ -20,6 +20,7 @@ from test_serve import free_ports
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import shipped_agent
 from hacpo_trl.progress import RoundProgress
+from hacpo_trl.sampler import server_instance
 from hacpo_trl.serve import serve
 
 NAMES = ["tiny-char", "tiny-bpe"]
@@ -97,6 +98,8 @@ def test_samplers_run_the_learners_weights(servers, tmp_path, monkeypatch, lora)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None
     changes = {"peft_configs": adapters, "learning_rate": 1e-2} if lora else {}
     trainer = make_team(servers, tmp_path, **changes)
+    info = trainer.vllm_generation.vllm_client.get_server_info()
+    assert server_instance(info) is not None and "_api_process_count" in info["parallel_config"]
     before = all_weights(trainer)
     trainer.train()
     for name, old, new in zip(NAMES, before, all_weights(trainer), strict=True):
