@@ -109,6 +109,17 @@ def test_samplers_run_the_learners_weights(servers, tmp_path, monkeypatch, lora)
         assert (new - old).abs().max() > 1e-4
 
 
+def test_the_samplers_log_probabilities_are_the_trainers(servers, tmp_path, monkeypatch):
+    sync_by_files(monkeypatch)
+    trainer = make_team(servers, tmp_path, source_logps="sampler", vllm_importance_sampling_correction=False)
+    trainer.train()
+    inputs = next(iter(trainer.get_train_dataloader()))
+    for agent in trainer.agents:
+        rollout = agent.sample(inputs)
+        assert not rollout.per_token and (rollout.logp_sums < 0).all()
+        assert (rollout.logp_sums - agent._logp_sums(rollout)).abs().max() < 1e-3  # sums over up to 32 tokens
+
+
 def test_a_killed_server_is_named_and_a_new_one_takes_its_place(servers, tmp_path, monkeypatch):
     sync_by_files(monkeypatch)
     trainer = make_team(servers, tmp_path, save_strategy="steps", save_steps=1)
