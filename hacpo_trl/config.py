@@ -510,7 +510,8 @@ class HACPOConfig(GRPOConfig):
         if any(own["vllm_enable_sleep_mode"] for own in engines.values()):
             raise ValueError(
                 f"{start}vllm_enable_sleep_mode=True, but vLLM can put one engine a process to sleep. {servers}"
-                "engines that stay awake (vllm_enable_sleep_mode=False, with a vllm_gpu_memory_utilization for all)."
+                "engines that stay awake (vllm_enable_sleep_mode=False, and a vllm_gpu_memory_utilization that fits "
+                "them all)."
             )
         if any(int(own["vllm_tensor_parallel_size"]) > 1 for own in engines.values()):
             raise ValueError(

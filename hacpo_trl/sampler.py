@@ -46,12 +46,25 @@ def connect(agent: "HACPOAgent") -> None:
         return
 
     client = generation.vllm_client
-    for name in ("generate", "update_named_params", "reset_prefix_cache"):
-        setattr(client, name, _naming(getattr(client, name), agent, client.base_url))
-    generate_named = client.generate
-    client.generate = lambda *args, **kwargs: out_of_turn(functools.partial(generate_named, *args, **kwargs))
+    info = client.get_server_info()
+    same = functools.partial(_check_instance, client, server_instance(info))
+    generate_here, update_here = client.generate, client.update_named_params
+
+    def generate_by_the_same(*args, **kwargs):
+        answer = generate_here(*args, **kwargs)  # the client tries again while its server is away
+        same()
+        return answer
+
+    def update_the_same(*args, **kwargs):
+        same()  # a new server would not take part, and the transfer would never end
+        return update_here(*args, **kwargs)
+
+    named = functools.partial(_naming, agent, client.base_url)
+    client.generate = named("generate", lambda *a, **k: out_of_turn(functools.partial(generate_by_the_same, *a, **k)))
+    client.update_named_params = named("update_named_params", update_the_same)
+    client.reset_prefix_cache = named("reset_prefix_cache", client.reset_prefix_cache)
     if agent.args.source_logps == "sampler":
-        mode = client.get_server_info()["model_config"]["logprobs_mode"]
+        mode = info["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise ValueError(
                 f"agent {agent.agent_name!r}: source_logps='sampler' needs the log-probabilities that are sampled by, "
@@ -95,17 +108,32 @@ class _PausingAccelerator:
         return getattr(self._accelerator, name)
 
 
-def _naming(function: Callable[..., Any], agent: "HACPOAgent", url: str) -> Callable[..., Any]:
+def server_instance(info: dict[str, Any]) -> str | None:
+    """What tells a server from one that was started after it at the same address; None when nothing does.
+
+    Args:
+        info: what the server says of its configuration.
+    """
+    if info.get("parallel_config", {}).get("_api_process_count", 1) != 1:
+        return None  # each of the processes that answer has an id of its own
+    return info.get("instance_id")
+
+
+def _check_instance(client: Any, instance: str | None) -> None:
+    if instance is not None and server_instance(client.get_server_info()) not in (instance, None):
+        raise RuntimeError("it was started anew during the run and holds the weights of its start")
+
+
+def _naming(agent: "HACPOAgent", url: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with errors that name the agent and its server."""
 
-    @functools.wraps(function)
     def call(*args, **kwargs):
         try:
             return function(*args, **kwargs)
         except Exception as error:
             raise RuntimeError(
-                f"agent {agent.agent_name!r}: its vLLM server {url} failed in {function.__name__}: {error}. All "
-                "checkpoints of finished rounds are whole: start the server again, then a new run with "
+                f"agent {agent.agent_name!r}: its vLLM server {url} failed in {name}: {error}. All checkpoints of "
+                "finished rounds are whole: start the server again, then a new run with "
                 "trainer.train(resume_from_checkpoint=True)."
             ) from error
 

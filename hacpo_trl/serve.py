@@ -97,7 +97,7 @@ def serve(
     """Starts servers, waits until all answer, and stops them at the end of the block, whatever ends it.
 
     Each server leads a process group of its own, which is stopped as a whole. On Linux the servers also end when this
-    process is killed.
+    process is killed (or the thread that started them ends).
 
     Args:
         models: one per agent, as for `HACPOTrainer`.

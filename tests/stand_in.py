@@ -17,6 +17,7 @@ class StandInServer:
         before: is called with every request, before it is answered.
         logprobs: changes the reported log-probabilities of a response: list -> list.
         requests, syncs: how many there were.
+        instance: another one stands for a server that was started anew.
     """
 
     def __init__(self, folder, before=lambda: None, logprobs=lambda values: values, mode="processed_logprobs"):
@@ -25,6 +26,7 @@ class StandInServer:
         self.requests = self.syncs = 0
         self.generator = torch.Generator().manual_seed(0)
         self.group_port = None
+        self.instance = "first"
 
     @torch.no_grad()
     def sample(self, prompt, count, max_tokens, temperature):
@@ -63,7 +65,7 @@ class StandInClient:
         pass
 
     def get_server_info(self):
-        return {"model_config": {"logprobs_mode": self.server.mode}}
+        return {"instance_id": self.server.instance, "model_config": {"logprobs_mode": self.server.mode}}
 
     def generate(self, prompts, features=None, *, n, max_tokens, temperature, **kwargs):
         self.server.requests += 1

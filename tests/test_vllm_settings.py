@@ -15,7 +15,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hacpo_trl._contract import VLLM_ATTRIBUTES
-from hacpo_trl.sampler import check_engine, connect, usable_logprobs
+from hacpo_trl.sampler import check_engine, connect, server_instance, usable_logprobs
 from hacpo_trl.turns import Turns
 
 NAMES = ["char", "bpe"]
@@ -209,6 +209,36 @@ def test_a_server_that_fails_is_named(monkeypatch, agent_folders, tmp_path):
     assert trainer.state.global_step == 12 and trainer.agents[1].state.global_step == 12
 
 
+@pytest.mark.parametrize(("request_number", "method"), [(2, "generate"), (None, "update_named_params")])
+def test_a_server_that_was_started_anew_is_not_gone_on_with(
+    monkeypatch, agent_folders, tmp_path, request_number, method
+):
+    """While the client tried again, or between two rounds: it has other weights, and nothing would fail."""
+    trainer, servers = vllm_team(monkeypatch, agent_folders, vllm_config(tmp_path, max_rounds=3))
+
+    def restarts():
+        if servers["bpe"].requests == request_number:
+            servers["bpe"].instance = "second"
+
+    servers["bpe"].before = restarts
+    if request_number is None:
+
+        def reward(completions, **kwargs):
+            servers["bpe"].instance = "second"
+            return digit_reward(completions)
+
+        trainer.agents[1].reward_funcs = [reward]
+    with pytest.raises(RuntimeError, match=f"agent 'bpe': .* failed in {method}: it was started anew"):
+        trainer.train()
+    assert servers["bpe"].requests == (request_number or 1)
+
+
+def test_servers_of_several_processes_are_not_told_apart():
+    assert server_instance({"instance_id": "1", "parallel_config": {"_api_process_count": 1}}) == "1"
+    assert server_instance({"instance_id": "1", "parallel_config": {"_api_process_count": 2}}) is None
+    assert server_instance({}) is None
+
+
 def test_a_server_that_is_not_there_is_named(monkeypatch, agent_folders, tmp_path):
     stand_in(monkeypatch, {"char": agent_folders["char"]})
     with pytest.raises(ConnectionError, match="agent 'bpe': .*http://bpe:8000"):
@@ -235,7 +265,7 @@ def test_the_turn_is_handed_on_between_the_same_collectives_on_all_processes(mon
         monkeypatch.setattr(vllm_generation, "gather_object", gather)
         monkeypatch.setattr(vllm_generation, "broadcast_object_list", broadcast)
         generation = object.__new__(VLLMGeneration)
-        client = SimpleNamespace(base_url=name)
+        client = SimpleNamespace(base_url=name, get_server_info=dict)
         for method in ("generate", "update_named_params", "reset_prefix_cache"):
             setattr(client, method, answer if method == "generate" else lambda: None)
         accelerator = SimpleNamespace(is_main_process=is_main, process_index=0 if is_main else 1)

@@ -20,6 +20,7 @@ from test_serve import free_ports
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import shipped_agent
 from hacpo_trl.progress import RoundProgress
+from hacpo_trl.sampler import server_instance
 from hacpo_trl.serve import serve
 
 NAMES = ["tiny-char", "tiny-bpe"]
@@ -97,6 +98,8 @@ def test_samplers_run_the_learners_weights(servers, tmp_path, monkeypatch, lora)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None
     changes = {"peft_configs": adapters, "learning_rate": 1e-2} if lora else {}
     trainer = make_team(servers, tmp_path, **changes)
+    info = trainer.vllm_generation.vllm_client.get_server_info()
+    assert server_instance(info) is not None and "_api_process_count" in info["parallel_config"]
     before = all_weights(trainer)
     trainer.train()
     for name, old, new in zip(NAMES, before, all_weights(trainer), strict=True):
@@ -104,6 +107,17 @@ def test_samplers_run_the_learners_weights(servers, tmp_path, monkeypatch, lora)
         print(f"{name}: |sampler - trainer| {largest}, weights moved by {(new - old).abs().max():.1e}")
         assert len(largest) == 3 and max(largest) < 1e-4
         assert (new - old).abs().max() > 1e-4
+
+
+def test_the_samplers_log_probabilities_are_the_trainers(servers, tmp_path, monkeypatch):
+    sync_by_files(monkeypatch)
+    trainer = make_team(servers, tmp_path, source_logps="sampler", vllm_importance_sampling_correction=False)
+    trainer.train()
+    inputs = next(iter(trainer.get_train_dataloader()))
+    for agent in trainer.agents:
+        rollout = agent.sample(inputs)
+        assert not rollout.per_token and (rollout.logp_sums < 0).all()
+        assert (rollout.logp_sums - agent._logp_sums(rollout)).abs().max() < 1e-3  # sums over up to 32 tokens
 
 
 def test_a_killed_server_is_named_and_a_new_one_takes_its_place(servers, tmp_path, monkeypatch):
