@@ -89,6 +89,7 @@ class HACPOAgent(GRPOTrainer):
         self._plan: list[list[Row]] = []
         self._silent: list[Counter[int]] = []
         self._graded: dict[str, Any] | None = None
+        self._graders_thread_safe = False
         self._losses: list[float] = []
         self._final_step: int | None = None
         self._round_start = 0
@@ -182,6 +183,9 @@ class HACPOAgent(GRPOTrainer):
         calculate = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
         alone = self.accelerator.num_processes == 1
         functions = self.reward_funcs
+        self._graders_thread_safe = all(
+            isinstance(f, nn.Module) or is_async_callable(f) or getattr(f, "thread_safe", False) for f in functions
+        )
         self.reward_funcs = [
             function
             if isinstance(function, nn.Module) or is_async_callable(function)
@@ -205,7 +209,11 @@ class HACPOAgent(GRPOTrainer):
         return rewards_per_func
 
     def _grade(self, function: Callable[[], Any]) -> Any:
-        """Runs a grader; meanwhile the next agent samples."""
+        """Runs a grader; meanwhile the next agent samples.
+
+        In the main thread, unless every function says that it does without by `thread_safe = True`: graders may rely
+        on signals, as math-verify's time limit does, and would silently find nothing in another thread.
+        """
 
         def timed():
             started = time.perf_counter()
@@ -214,7 +222,7 @@ class HACPOAgent(GRPOTrainer):
             finally:
                 self.timings["grading"] += time.perf_counter() - started
 
-        result = self.turns.pause(timed, on_main=True)
+        result = self.turns.pause(timed, on_main=not self._graders_thread_safe, is_work=False)
         self.activate()
         return result
 

@@ -127,6 +127,8 @@ class MathVerifier:
 
     __name__ = "math_reward"  # TRL names the reward's metrics after this
 
+    thread_safe = True  # it may grade several agents' responses at once, outside of the main thread
+
     def __init__(self, timeout: float = 5.0, workers: int = 2) -> None:
         if not 0 < timeout <= 3600:
             raise ValueError(f"timeout={timeout!r} must be between 0 and 3600 seconds; 5.0 suits most answers.")

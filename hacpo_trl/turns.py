@@ -75,15 +75,16 @@ class Turns:
             raise errors[0]
         return results
 
-    def pause(self, function: Callable[[], Any], *, on_main: bool = False) -> Any:
+    def pause(self, function: Callable[[], Any], *, on_main: bool = False, is_work: bool = True) -> Any:
         """Hands the turn on, runs a function meanwhile, and waits for the turn.
 
         Outside of `run` it only runs the function.
 
         Args:
             function: what would make everybody wait. It must not use what the others use.
-            on_main: run it in the main thread (graders may rely on signals, which work only there). Such calls count
-                as waiting.
+            on_main: run it in the main thread (graders may rely on signals, which work only there), where such calls
+                wait for each other.
+            is_work: whether its time is the thread's own; if not it counts as waiting.
 
         Returns:
             The function's result; its error is raised here.
@@ -117,11 +118,11 @@ class Turns:
             if error is not None:
                 raise error
         total = time.perf_counter() - started
-        self._thread.waited = self.waited() + (total if on_main else total - running)
+        self._thread.waited = self.waited() + (total - running if is_work else total)
         return result
 
     def waited(self) -> float:
-        """Seconds that this thread has spent waiting for turns and for the main thread."""
+        """Seconds that this thread has spent waiting: for turns, and for what is not its own work."""
         return getattr(self._thread, "waited", 0.0)
 
     # -- inside ---------------------------------------------------------------------------------------------------

@@ -106,6 +106,15 @@ def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
             assert ours[key] == pytest.approx(theirs[key], abs=2e-4), key
 
 
+def test_groups_may_straddle_processes(agent_folders, tmp_path):
+    """One prompt with 16 responses, 8 of them on each process."""
+    settings = {"num_generations": 16}
+    expected, one = run(tmp_path / "one", agent_folders, 1, config=settings)
+    weights, two = run(tmp_path / "two", agent_folders, 2, config=settings)
+    assert_same(expected, weights, atol=2e-5)
+    assert one["capability"] == two["capability"]
+
+
 @pytest.fixture(scope="module")
 def zero_environment(tmp_path_factory):
     """Environment of a DeepSpeed run on the CPU, by ZeRO stage."""

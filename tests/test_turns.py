@@ -7,6 +7,7 @@ import time
 import pytest
 from conftest import all_weights, config, digit_reward, team
 
+from hacpo_trl import math_reward
 from hacpo_trl.turns import Turns
 
 
@@ -93,7 +94,7 @@ def test_waiting_is_told_apart():
     def agent():
         turns.pause(lambda: time.sleep(0.1))  # its own work
         own = turns.waited()
-        turns.pause(lambda: time.sleep(0.1), on_main=True)
+        turns.pause(lambda: time.sleep(0.1), on_main=True, is_work=False)
         return own, turns.waited()
 
     (own, both), *_ = turns.run([agent, lambda: None])
@@ -124,6 +125,24 @@ def test_the_next_agent_samples_while_one_is_graded(agent_folders, tmp_path):
         agent._generate_single_turn = announced
     trainer.train()
     assert graded == [0, 1, 2]
+
+
+def test_thread_safe_graders_run_at_the_same_time(agent_folders, tmp_path):
+    together = threading.Barrier(3, timeout=60)  # opens when the responses of all three agents are being graded
+
+    def reward(completions, **kwargs):
+        together.wait()
+        assert threading.current_thread() is not threading.main_thread()
+        return digit_reward(completions)
+
+    reward.thread_safe = True
+    trainer = team(agent_folders, ["char", "bpe", "mini"], config(tmp_path, max_rounds=2), reward)
+    trainer.train()
+    assert trainer.state.global_step == 12
+
+
+def test_the_maths_reward_is_thread_safe():
+    assert math_reward.thread_safe
 
 
 def test_graders_may_use_signals(agent_folders, tmp_path):
