@@ -173,7 +173,7 @@ def test_saved_agents_are_ordinary_models(agent_folders, tmp_path):
         warnings.filterwarnings("error", message=".*does not load the tokenizer.*")
         trainer.save_model()
         trainer.save_model()  # over the first
-    assert sorted(p for p in os.listdir(tmp_path) if not p.endswith(".md")) == ["bpe", "char"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["bpe", "char"]
     for agent in trainer.agents:
         folder = tmp_path / agent.agent_name
         model = AutoModelForCausalLM.from_pretrained(folder)
