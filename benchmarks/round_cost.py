@@ -66,13 +66,13 @@ def hacpo_seconds(rounds: int, skip: bool, output_dir: str) -> tuple[float, floa
     args = HACPOConfig(output_dir, max_rounds=rounds, skip_silent_responses=skip, **COMMON)
     trainer = HACPOTrainer([shipped_agent(name) for name in AGENTS], answer_reward, args, prompts(rounds))
     trainer.remove_callback(RoundProgress)
-    everything, sampling = Stopwatch(), Stopwatch()
-    trainer._start_round = everything.time(trainer._start_round)  # sampling, advantages, re-encoding, planning
+    own = Stopwatch()
+    trainer._advantages = own.time(trainer._advantages)
     for agent in trainer.agents:
-        agent.sample = sampling.time(agent.sample)
-        agent._collate = everything.time(agent._collate)  # batching
-        agent.drain_statistics = everything.time(agent.drain_statistics)
-        agent.statistics.add = everything.time(agent.statistics.add)
+        agent.begin_round = own.time(agent.begin_round)  # re-encoding and planning
+        agent._collate = own.time(agent._collate)  # batching
+        agent.statistics.add = own.time(agent.statistics.add)
+        agent.drain_statistics = own.time(agent.drain_statistics)
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started
@@ -81,7 +81,7 @@ def hacpo_seconds(rounds: int, skip: bool, output_dir: str) -> tuple[float, floa
         for key, value in entry.items():
             if key.startswith("time/"):
                 phases[key[5:]] = phases.get(key[5:], 0.0) + value
-    return seconds, everything.seconds - sampling.seconds, phases
+    return seconds, own.seconds, phases
 
 
 def grpo_seconds(rounds: int, output_dir: str) -> float:
