@@ -26,6 +26,15 @@ def _is_path(model: Any) -> bool:
     return isinstance(model, (str, os.PathLike))
 
 
+def _origin(args: HACPOConfig) -> dict[str, Any]:
+    """Where an agent's files are loaded from, for `from_pretrained`."""
+    kwargs = args.model_init_kwargs or {}
+    return {
+        "revision": kwargs.get("revision"),
+        "trust_remote_code": kwargs.get("trust_remote_code", args.trust_remote_code),
+    }
+
+
 def per_agent(value: Any, num_agents: int, name: str, *, default: Any = None) -> list[Any]:
     """One value per agent from a single value for all or a list.
 
@@ -102,13 +111,8 @@ def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[
     for model, name, args in zip(models, names, configs, strict=True):
         if not _is_path(model):
             continue
-        kwargs = args.model_init_kwargs or {}
         try:
-            AutoConfig.from_pretrained(
-                model,
-                revision=kwargs.get("revision"),
-                trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
-            )
+            AutoConfig.from_pretrained(model, **_origin(args))
         except Exception as error:  # whatever it is, it is this model's problem and is told as such
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             problems.append(f"- {name}: {os.fspath(model)!r}: {reason}")
@@ -144,14 +148,9 @@ def load_tokenizers(
                     f"agent {name!r}: the model object comes from no path, so its tokenizer cannot be found. Pass "
                     "processing_classes=[tokenizer, ...]."
                 )
-            kwargs = args.model_init_kwargs or {}
             try:
                 tokenizer = AutoTokenizer.from_pretrained(
-                    path,
-                    revision=kwargs.get("revision"),
-                    truncation_side="left",
-                    padding_side="left",
-                    trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
+                    path, truncation_side="left", padding_side="left", **_origin(args)
                 )
             except Exception as error:
                 raise ValueError(f"agent {name!r}: no tokenizer could be loaded from {path!r}: {error}") from error
@@ -163,15 +162,15 @@ def load_tokenizers(
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizers.append(tokenizer)
-    for i, tokenizer in enumerate(tokenizers):
-        size = _vocab_size(models[i], configs[i])
+    sizes = [_vocab_size(model, args) for model, args in zip(models, configs, strict=True)]
+    for i, (tokenizer, size) in enumerate(zip(tokenizers, sizes, strict=True)):
         if processing_classes[i] is not None and size is not None and len(tokenizer) > size:
             raise ValueError(
                 f"agent {names[i]!r}: its tokenizer has {len(tokenizer)} tokens, but its model only {size}; is it "
                 "another model's? processing_classes are in the order of the models; None loads each model's own."
             )
         sharing = [j for j in range(i) if tokenizers[j] is tokenizer]
-        if sharing and _vocab_size(models[sharing[0]], configs[sharing[0]]) != size:
+        if sharing and sizes[sharing[0]] != size:
             raise ValueError(
                 f"agents {names[sharing[0]]!r} and {names[i]!r} got the same tokenizer, but their models have "
                 "different vocabularies. Pass a list with one for each, or None to load each model's own."
@@ -183,13 +182,8 @@ def _vocab_size(model: Any, args: HACPOConfig) -> int | None:
     if not _is_path(model):
         config = model.config
     else:
-        kwargs = args.model_init_kwargs or {}
         try:
-            config = AutoConfig.from_pretrained(
-                model,
-                revision=kwargs.get("revision"),
-                trust_remote_code=kwargs.get("trust_remote_code", args.trust_remote_code),
-            )
+            config = AutoConfig.from_pretrained(model, **_origin(args))
         except Exception:  # `check_models` tells
             return None
     return getattr(config.get_text_config(), "vocab_size", None)
