@@ -16,6 +16,7 @@ _SUMS = (
     "below",  # ratio below the clip range
     "above",  # ratio above it
     "no_gradient",  # ran without effect: no advantage, or outside the range
+    "repelling",  # inside the range with a negative advantage: the learner is pushed away from it
     "low_clipped",  # own response held by the lower clip (its advantage is negative)
     "high_clipped",  # own response held by the upper clip (its advantage is positive)
     "kl",
@@ -80,6 +81,7 @@ class UpdateStatistics:
             "below": below,
             "above": above,
             "no_gradient": outside | (advantages == 0),
+            "repelling": ~outside & (advantages < 0),
             "low_clipped": low_clipped,
             "high_clipped": high_clipped,
             "kl": zero if kl is None else kl,
@@ -125,6 +127,8 @@ class UpdateStatistics:
                 else:
                     stats["below_range"] = total["below"] / count
                     stats["above_range"] = total["above"] / count
+            if seen and source != self.learner:
+                stats["repelling"] = total["repelling"] / seen
             if seen:
                 stats["no_gradient"] = (total["no_gradient"] + total["silent"]) / seen
             result.append(stats)

@@ -34,22 +34,16 @@ def capability_ratios(capabilities: Tensor, ratio_bounds: tuple[float, float] = 
     return torch.where(usable[:, None] & usable[None, :], ratios, torch.ones_like(ratios))
 
 
-def capability_aware_advantages(
+def learner_baselines(
     rewards: Tensor,
     capabilities: Tensor,
     *,
-    epsilon: float = 1e-6,
     ratio_bounds: tuple[float, float] = (0.1, 10.0),
     baseline: str = "capability",
     max_reward: float = 1.0,
     reward_variances: Tensor | None = None,
 ) -> Tensor:
-    """Advantage of every response for every learner, eq. (5)-(6).
-
-        A[k, j, b, g] = (r[j, b, g] - mu[k, b]) / (sigma[b] + epsilon)
-
-    with sigma the standard deviation (correction 1) over all N * G raw rewards of the prompt and mu the learner's
-    baseline:
+    """Baseline mu of every learner and prompt, eq. (5).
 
     - ``"capability"``: the mean of w(k, j) * r[j, b, g] over j and g (the paper),
     - ``"pooled"``: the same with w = 1 (the paper's ablation, and naive sharing),
@@ -57,15 +51,12 @@ def capability_aware_advantages(
       1 / (w(k, j)^2 v_j) and v_j the reward variance of source j,
     - ``"own"``: the learner's own mean of the prompt.
 
-    Guards: a prompt whose rewards are all equal has advantage 0 (the weights must not invent a signal); a baseline
-    above `max_reward` is replaced by the learner's own mean. A learner without a scorable response to the prompt has
-    no own mean: "own" then takes the baseline "capability", and the guard takes `max_reward`. With N = 1 every
-    baseline is the group mean, and this is the advantage of GRPO and GSPO.
+    Guard: a baseline above `max_reward` is replaced by the learner's own mean. A learner without a scorable response
+    to the prompt has no own mean: "own" then takes the baseline "capability", and the guard takes `max_reward`.
 
     Args:
-        rewards: (N, B, G). A reward that is not finite (NaN: unscorable) leaves baseline and spread.
+        rewards: (N, B, G). A reward that is not finite (NaN: unscorable) is left out.
         capabilities: (N,), see `CapabilityTracker`.
-        epsilon: added to the standard deviation.
         ratio_bounds: clamp of w.
         baseline: one of `BASELINES`.
         max_reward: the largest reward a response can have; infinity switches the guard off.
@@ -73,7 +64,7 @@ def capability_aware_advantages(
             `max_reward`; by default the variance within `rewards`.
 
     Returns:
-        (N learners, N sources, B, G); 0 for unscorable responses.
+        (N, B), NaN for a prompt without any scorable response.
 
     Raises:
         ValueError: for wrong shapes or an unknown baseline.
@@ -108,9 +99,57 @@ def capability_aware_advantages(
     elif baseline == "own":
         mu = torch.where(count > 0, own_mean, mu)
     fallback = torch.where(count > 0, own_mean, torch.full_like(own_mean, max_reward))
-    mu = torch.where(mu > max_reward, fallback, mu)
+    return torch.where(mu > max_reward, fallback, mu)
 
-    pool_mean = total.sum(0) / pool_count  # (B,)
+
+def capability_aware_advantages(
+    rewards: Tensor,
+    capabilities: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    ratio_bounds: tuple[float, float] = (0.1, 10.0),
+    baseline: str = "capability",
+    max_reward: float = 1.0,
+    reward_variances: Tensor | None = None,
+) -> Tensor:
+    """Advantage of every response for every learner, eq. (5)-(6).
+
+        A[k, j, b, g] = (r[j, b, g] - mu[k, b]) / (sigma[b] + epsilon)
+
+    with sigma the standard deviation (correction 1) over all N * G raw rewards of the prompt and mu the learner's
+    baseline, see `learner_baselines`.
+
+    Guard: a prompt whose rewards are all equal has advantage 0 (the weights must not invent a signal). With N = 1
+    every baseline is the group mean, and this is the advantage of GRPO and GSPO.
+
+    Args:
+        rewards: (N, B, G). A reward that is not finite (NaN: unscorable) leaves baseline and spread.
+        capabilities: (N,), see `CapabilityTracker`.
+        epsilon: added to the standard deviation.
+        ratio_bounds: see `learner_baselines`, as the next three.
+        baseline: one of `BASELINES`.
+        max_reward: the largest reward a response can have.
+        reward_variances: (N,) variance of each source's rewards.
+
+    Returns:
+        (N learners, N sources, B, G); 0 for unscorable responses.
+
+    Raises:
+        ValueError: for wrong shapes or an unknown baseline.
+    """
+    mu = learner_baselines(
+        rewards,
+        capabilities,
+        ratio_bounds=ratio_bounds,
+        baseline=baseline,
+        max_reward=max_reward,
+        reward_variances=reward_variances,
+    )
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
+    scorable = torch.isfinite(rewards)  # (N, B, G)
+    raw = torch.where(scorable, rewards, torch.zeros_like(rewards))
+    pool_count = scorable.sum((0, 2))  # (B,)
+    pool_mean = raw.sum((0, 2)) / pool_count  # (B,)
     deviations = torch.where(scorable, raw - pool_mean[None, :, None], torch.zeros_like(raw))
     sigma = (deviations.square().sum((0, 2)) / (pool_count - 1).clamp(min=1)).sqrt()  # (B,)
 

@@ -8,7 +8,7 @@ from hacpo_trl.metrics import UpdateStatistics
 OWN, PEER = (0.9, 1.1), (0.8, 1.0)
 EVERY = {"ratio_mean", "ratio_max", "effective_sample_size", "no_gradient"}
 ONLY_OWN = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "entropy", "kl"}
-ONLY_PEER = {"below_range", "above_range"}
+ONLY_PEER = {"below_range", "above_range", "repelling"}
 
 
 def batch(source, ratio, advantages, learner=0, **changes):
@@ -77,6 +77,7 @@ def test_peers_responses_by_hand():
             "below_range": 0.25,
             "above_range": 0.25,
             "no_gradient": 0.75,
+            "repelling": 0.0,  # the one negative advantage is outside
         }
     )
 
@@ -100,6 +101,14 @@ def test_a_peers_response_counts_on_both_sides_whatever_its_advantage():
     assert (peer["below_range"], peer["above_range"], peer["no_gradient"]) == (0.5, 0.5, 1.0)
 
 
+def test_repelling_responses_are_inside_with_a_negative_advantage():
+    # inside: .9 and .85 with -1 repel, .95 with 1 does not; outside: .5 and 1.5; one more ran not at all
+    statistics = UpdateStatistics(2, 0)
+    statistics.add(**batch([1] * 5, [0.9, 0.85, 0.95, 0.5, 1.5], [-1, -1, 1, -1, -1]))
+    statistics.add_silent(1, 1)
+    assert statistics.drain()[1]["repelling"] == approx(2 / 6)
+
+
 def test_ends_of_a_range_are_inside():
     statistics = UpdateStatistics(2, 0)
     ranges = {"own_range": (0.875, 1.125), "peer_range": (0.75, 1.0)}
@@ -117,6 +126,7 @@ def test_own_formula_for_a_peers_response():
     peer = statistics.drain()[1]
     assert set(peer) == EVERY | ONLY_PEER
     assert (peer["below_range"], peer["above_range"], peer["no_gradient"]) == (0.25, 0.5, 0.25)
+    assert peer["repelling"] == 0.25  # 1.5 with -1: the own formula's minimum does not clip it
 
 
 def test_unclipped_peers():
@@ -151,7 +161,8 @@ def test_silent_responses():
     assert own == {}
     assert peer["no_gradient"] == approx(0.7)
     assert peer["ratio_mean"] == approx(0.8) and peer["below_range"] == approx(0.25)
-    assert silent == {"no_gradient": 1.0}  # nothing ran: there is no ratio to speak of
+    assert peer["repelling"] == 0.0
+    assert silent == {"no_gradient": 1.0, "repelling": 0.0}  # nothing ran: there is no ratio to speak of
 
 
 def test_no_tokens_is_no_division_by_zero():
@@ -223,7 +234,12 @@ def test_statistics_match_loops():
                 "kl": sum(data["kl"][i].item() for i in rows) / n,
             }
         else:
-            expected |= {"below_range": sum(below) / n, "above_range": sum(above) / n}
+            repelling = [not b and not c and y < 0 for b, c, y in zip(below, above, a, strict=True)]
+            expected |= {
+                "below_range": sum(below) / n,
+                "above_range": sum(above) / n,
+                "repelling": sum(repelling) / n,
+            }
         assert result[j] == pytest.approx(expected, abs=1e-6)
 
 

@@ -1,0 +1,200 @@
+"""The agents, settings and methods of `compare_methods.py`. Everything that a run depends on stands here."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hacpo_trl.playground import AgentSpec
+
+ADD_SUB = ("addition", "subtraction")
+MULTIPLY = ("multiplication",)
+
+PROMPTS, GENERATIONS = 16, 8  # of a round, for each agent
+UPDATE_ROWS = 64  # sequences of an update: two updates on the own responses of a round, two on each peer's
+LEARNING_RATE = 1e-4
+ROUNDS = 20
+HELD_OUT = 400
+MEAN_OF = 4  # sampled responses to a held-out problem
+MAX_TOKENS = 72
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A starting agent: a tiny model after a supervised warm-up.
+
+    Attributes:
+        spec: architecture, size and tokenizer.
+        target: the warm-up ends when this share of sampled responses to training problems of `skill` is right.
+        skill: the tasks of `target`.
+        practice: tasks of the warm-up's problems, each as often as it is named.
+        task: problems that the agent is trained and measured on.
+    """
+
+    spec: AgentSpec
+    target: float
+    skill: tuple[str, ...] = ADD_SUB
+    practice: tuple[str, ...] = ADD_SUB
+    task: tuple[str, ...] = ADD_SUB
+
+
+_OLMO = dict(architecture="olmo2", tokenizer="bpe", hidden_size=96, num_layers=2, num_heads=3, vocab_size=320)
+_LLAMA = dict(architecture="llama", tokenizer="bpe", hidden_size=96, num_layers=3, num_heads=3, vocab_size=268)
+_MULTI = dict(architecture="llama", tokenizer="bpe", vocab_size=275)
+_MOSTLY_ADD = ("addition",) * 9 + ("subtraction",)
+_MOSTLY_SUB = ("subtraction",) * 9 + ("addition",)
+
+AGENTS: dict[str, Recipe] = {
+    "olmo-early": Recipe(AgentSpec("olmo-early", **_OLMO, seed=2), 0.15),
+    "olmo-late": Recipe(AgentSpec("olmo-late", **_OLMO, seed=2), 0.4),
+    "llama": Recipe(AgentSpec("llama", **_LLAMA, seed=3), 0.4),
+    "llama-add": Recipe(AgentSpec("llama-add", **_LLAMA, seed=4), 0.7, ("addition",), _MOSTLY_ADD),
+    "olmo-sub": Recipe(AgentSpec("olmo-sub", **_OLMO, seed=5), 0.7, ("subtraction",), _MOSTLY_SUB),
+    "small": Recipe(
+        AgentSpec("small", **_MULTI, hidden_size=64, num_layers=2, num_heads=2, seed=6),
+        0.15,
+        MULTIPLY,
+        MULTIPLY,
+        MULTIPLY,
+    ),
+    "large": Recipe(
+        AgentSpec("large", **_MULTI, hidden_size=128, num_layers=3, num_heads=4, seed=7),
+        0.4,
+        MULTIPLY,
+        MULTIPLY,
+        MULTIPLY,
+    ),
+}
+"""The starting agents by name."""
+
+WARM_UP = {"chunk": 100, "longest": 3000, "batch_size": 64, "learning_rate": 3e-3}
+"""Steps between two measurements of the target, the most steps, and `warm_up`'s settings."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A team and what it stands for."""
+
+    agents: tuple[str, ...]
+    about: str
+    rounds: int = ROUNDS
+
+
+SETTINGS: dict[str, Setting] = {
+    "state": Setting(("olmo-early", "olmo-late"), "same model, different training"),
+    "size": Setting(("small", "large"), "same family and tokenizer, different size"),
+    "model": Setting(("llama", "olmo-early"), "different architecture and tokenizer"),
+    "skill": Setting(("llama-add", "olmo-sub"), "each good where the other fails", 40),
+    "four": Setting(("llama", "olmo-early", "llama-add", "olmo-sub"), "a team of four"),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        group: "method" (what the paper compares), "ablation" (the paper's) or "candidate" (ours).
+        about: what it is, in a few words.
+        options: settings of `HACPOConfig` that differ from the common ones.
+        alone: whether every agent trains by itself, so that its run serves every setting that it is part of.
+        times: factor of responses and updates of a round.
+        seeds: runs that a complete comparison needs.
+    """
+
+    group: str
+    about: str
+    options: dict[str, Any] = field(default_factory=dict)
+    alone: bool = False
+    times: int = 1
+    seeds: int = 3
+
+
+ARMS: dict[str, Arm] = {
+    "gspo": Arm("method", "GSPO", {"method": "gspo"}, alone=True, seeds=5),
+    "gspo-x2": Arm(
+        "method", "GSPO, twice the responses and updates", {"method": "gspo"}, alone=True, times=2, seeds=5
+    ),
+    "grpo": Arm("method", "GRPO", {"method": "grpo"}, alone=True),
+    "naive": Arm("method", "naive sharing", {"method": "naive"}),
+    "hacpo": Arm("method", "HACPO, the paper's form", seeds=5),
+    "no-baseline": Arm("ablation", "plain pool mean as baseline", {"baseline": "pooled"}),
+    "no-coefficient": Arm("ablation", "no capability coefficient", {"capability_coefficient": False}),
+    "no-alpha": Arm("ablation", "no exponential damping", {"alpha": 0.0}),
+    "no-tightening": Arm("ablation", "no stepwise tightening", {"peer_clip_step": 0.0}),
+    "no-clip": Arm("ablation", "no clip of peers' ratios", {"peer_clip_delta": None}),
+    "min-variance": Arm("candidate", "minimum-variance baseline", {"baseline": "min_variance"}),
+    "own": Arm("candidate", "own baseline", {"baseline": "own"}),
+    "positive": Arm("candidate", "peers' successes only", {"peer_advantages": "positive"}),
+    "own-positive": Arm(
+        "candidate", "own baseline, peers' successes only", {"baseline": "own", "peer_advantages": "positive"}, seeds=5
+    ),
+    "own-positive-wide": Arm(
+        "candidate",
+        "own baseline, peers' successes only, delta 0.6",
+        {"baseline": "own", "peer_advantages": "positive", "peer_clip_delta": 0.6},
+    ),
+    "wide": Arm("candidate", "delta 0.6", {"peer_clip_delta": 0.6}),
+    "shuffled": Arm("candidate", "own and peers' responses mixed", {"rollout_order": "shuffled"}),
+    "shared-length": Arm("candidate", "shared length", {"length_normalization": "shared"}),
+}
+
+PAPER = {
+    "method": "hacpo",
+    "baseline": "capability",
+    "peer_advantages": "all",
+    "length_normalization": "own",
+    "rollout_order": "own_first",
+    "peer_clip_delta": 0.2,
+    "peer_clip_step": 0.025,
+    "alpha": 1.0,
+}
+"""The paper's form, set explicitly: the arms must not change when a default does."""
+
+
+def options_of(arm: str) -> dict[str, Any]:
+    """All settings of a run that make its method."""
+    entry = ARMS[arm]
+    options = dict(entry.options) if entry.options.get("method", "hacpo") != "hacpo" else {**PAPER, **entry.options}
+    return {
+        **options,
+        "num_generations": GENERATIONS * entry.times,
+        "per_device_train_batch_size": UPDATE_ROWS,
+        "steps_per_generation": PROMPTS * GENERATIONS * entry.times // UPDATE_ROWS,
+        "learning_rate": LEARNING_RATE,
+        "beta": 0.0,
+        "max_completion_length": MAX_TOKENS,
+    }
+
+
+def rounds_of(agents: tuple[str, ...], setting: str | None) -> int:
+    """Rounds of a run: the setting's, or, for an agent alone, those of the longest setting that it is part of."""
+    if setting is not None:
+        return SETTINGS[setting].rounds
+    return max(entry.rounds for entry in SETTINGS.values() if agents[0] in entry.agents)
+
+
+def task_of(agents: tuple[str, ...]) -> tuple[str, ...]:
+    """The problems that a team is trained and measured on."""
+    (task,) = {AGENTS[name].task for name in agents}
+    return task
+
+
+def agent_fingerprint(name: str) -> str:
+    """A checksum of all that a starting agent depends on."""
+    return _checksum(asdict(AGENTS[name]), WARM_UP)
+
+
+def run_fingerprint(agents: tuple[str, ...], arm: str, rounds: int) -> str:
+    """A checksum of all that a run depends on but the seed: results of other settings are not taken for its own."""
+    return _checksum([agent_fingerprint(name) for name in agents], options_of(arm), rounds, HELD_OUT, MEAN_OF)
+
+
+def _checksum(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def run_file(folder: Path, agents: tuple[str, ...], setting: str | None, arm: str, seed: int) -> Path:
+    """Where the result of a run stands."""
+    return folder / "runs" / (setting or f"alone-{agents[0]}") / f"{arm}-{seed}.json"
