@@ -46,7 +46,7 @@ from compare_settings import (
 )
 from tqdm.auto import tqdm
 
-EVERY = ROUNDS // 4  # rounds between two measurements; with all samples at the end of ROUNDS, one sample in between
+EVERY = ROUNDS // 2  # rounds between two measurements, with one sample in the middle of ROUNDS and all at its end
 QUICK = {"settings": ["skill"], "arms": ["gspo", "gspo-x2", "hacpo", "own-positive"], "seeds": 2}
 
 
@@ -161,7 +161,7 @@ def train(folder: Path, agents: tuple[str, ...], setting: str | None, arm: str, 
             done, rest = divmod(state.global_step, updates)
             if rest == 0 and done % EVERY == 0:
                 for agent in trainer.agents:
-                    samples = MEAN_OF if done % ROUNDS == 0 else 1
+                    samples = MEAN_OF if done % ROUNDS == 0 or done == rounds else 1
                     values = measure(agent.model, agent.processing_class, problems, 1 + seed, samples)
                     responses = done * PROMPTS * GENERATIONS * entry.times
                     points[agent.agent_name].append({"round": done, "responses": responses, **values})
@@ -206,7 +206,7 @@ def plan(folder: Path, settings: list[str], arms: list[str], seeds: int | None) 
     """The runs that are asked for and not done yet, seed by seed."""
     jobs: dict[Path, tuple] = {}
     for name in settings:
-        for arm in arms:
+        for arm in (arm for arm in arms if arm not in SETTINGS[name].without):
             teams = [((agent,), None) for agent in SETTINGS[name].agents] if ARMS[arm].alone else None
             for agents, setting in teams or [(SETTINGS[name].agents, name)]:
                 for seed in range(ARMS[arm].seeds if seeds is None else seeds):

@@ -14,7 +14,7 @@ MULTIPLY = ("multiplication",)
 PROMPTS, GENERATIONS = 16, 8  # of a round, for each agent
 UPDATE_ROWS = 64  # sequences of an update: two updates on the own responses of a round, two on each peer's
 LEARNING_RATE = 1e-4
-ROUNDS = 20
+ROUNDS = 16
 HELD_OUT = 400
 MEAN_OF = 4  # sampled responses to a held-out problem
 MAX_TOKENS = 72
@@ -74,19 +74,41 @@ WARM_UP = {"chunk": 100, "longest": 3000, "batch_size": 64, "learning_rate": 3e-
 
 @dataclass(frozen=True)
 class Setting:
-    """A team and what it stands for."""
+    """A team and what it stands for.
+
+    Attributes:
+        agents: names in `AGENTS`.
+        about: what the agents have in common and what not.
+        rounds: length of its runs.
+        without: arms that are left out, because they change nothing or to keep the whole within some hours.
+    """
 
     agents: tuple[str, ...]
     about: str
     rounds: int = ROUNDS
+    without: tuple[str, ...] = ()
 
 
 SETTINGS: dict[str, Setting] = {
-    "state": Setting(("olmo-early", "olmo-late"), "same model, different training"),
-    "size": Setting(("small", "large"), "same family and tokenizer, different size"),
-    "model": Setting(("llama", "olmo-early"), "different architecture and tokenizer"),
-    "skill": Setting(("llama-add", "olmo-sub"), "each good where the other fails", 40),
-    "four": Setting(("llama", "olmo-early", "llama-add", "olmo-sub"), "a team of four"),
+    "state": Setting(
+        ("olmo-early", "olmo-late"),
+        "same model, different training",
+        without=("shared-length", "shuffled", "wide", "own-positive-wide"),
+    ),
+    "size": Setting(
+        ("small", "large"),
+        "same family and tokenizer, different size",
+        without=("shared-length", "shuffled", "wide", "own-positive-wide"),
+    ),
+    "model": Setting(
+        ("llama", "olmo-early"), "different architecture and tokenizer", without=("wide", "own-positive-wide")
+    ),
+    "skill": Setting(("llama-add", "olmo-sub"), "each good where the other fails", rounds=24),
+    "four": Setting(
+        ("llama", "olmo-early", "llama-add", "olmo-sub"),
+        "a team of four",
+        without=("own", "positive", "shared-length", "shuffled", "wide", "own-positive-wide"),
+    ),
 }
 
 
