@@ -126,60 +126,106 @@ class HACPOConfig(GRPOConfig):
     # TRL's fields with the paper's defaults
     epsilon: float | None = field(
         default=None,
-        metadata={"help": "Clip range below 1 of own responses. Default: 3e-4 (GSPO), for method 'grpo' 0.2."},
+        metadata={"help": "Clip range below 1 of own responses, by default 3e-4 (GSPO), for method 'grpo' 0.2."},
     )
     epsilon_high: float | None = field(
         default=None,
-        metadata={"help": "Clip range above 1 of own responses. Default: 4e-4 (GSPO), for method 'grpo' `epsilon`."},
+        metadata={"help": "Clip range above 1 of own responses, by default 4e-4 (GSPO), for method 'grpo' `epsilon`."},
     )
-    beta: float = field(default=0.001, metadata={"help": "Weight of the KL divergence on own responses."})
+    beta: float = field(
+        default=0.001,
+        metadata={"help": "Weight of the KL divergence from the reference on own responses; 0: no reference model."},
+    )
     use_bias_correction_kl: bool = field(
         default=False, metadata={"help": "Multiply the KL divergence by the importance ratio (TRL's default is True)."}
     )
     disable_dropout: bool = field(
-        default=True, metadata={"help": "Dropout would be noise in the ratio, far wider than the clip range."}
+        default=True, metadata={"help": "Switch dropout off: its noise in the ratio is far wider than the clip range."}
     )
-    loss_type: str = field(default="grpo", metadata={"help": "Only 'grpo': the mean over sequences."})
+    loss_type: str = field(
+        default="grpo", metadata={"help": "Only 'grpo' works: the mean over sequences, whatever their length."}
+    )
     importance_sampling_level: str = field(
-        default="sequence", metadata={"help": "Follows from `method`: 'token' for 'grpo', else 'sequence'."}
+        default="sequence",
+        metadata={"help": "Follows from `method`: 'token' for 'grpo', else 'sequence'; nothing to set."},
     )
-    max_completion_length: int = field(default=4096, metadata={"help": "Longest response, in tokens of the agent."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training prompts."})
-    lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning rate schedule."})
+    max_completion_length: int = field(
+        default=4096,
+        metadata={"help": "Longest response, own or a peer's, in the tokens of the agent that samples or reads it."},
+    )
+    num_train_epochs: float = field(
+        default=1.0, metadata={"help": "Passes over the training prompts, unless `max_rounds` or `max_steps` is set."}
+    )
+    lr_scheduler_type: str = field(
+        default="constant", metadata={"help": "Course of the learning rate over the run; 'constant' as in the paper."}
+    )
 
     # HACPO's own
-    method: str = field(default="hacpo", metadata={"help": f"One of {', '.join(METHODS)}.", "choices": METHODS})
-    max_rounds: int = field(default=-1, metadata={"help": "Length of the run in rounds, instead of `max_steps`."})
-    alpha: float = field(default=1.0, metadata={"help": "Exponent of the damping of far peers' responses; 0: off."})
+    method: str = field(
+        default="hacpo",
+        metadata={
+            "help": "'hacpo'; 'naive': share without HACPO's weights; 'gspo', 'grpo': side by side, no sharing.",
+            "choices": METHODS,
+        },
+    )
+    max_rounds: int = field(
+        default=-1, metadata={"help": "Length of the run in rounds, instead of `max_steps`; -1: no limit."}
+    )
+    alpha: float = field(
+        default=1.0, metadata={"help": "Exponent of the factor that damps peers' responses of low ratio; 0: off."}
+    )
     peer_clip_delta: float | str | None = field(
-        default=0.2, metadata={"help": "Width of the peers' clip range at the first update; 'none': no clip."}
+        default=0.2,
+        metadata={"help": "Width of the peers' clip range [1 - delta, 1] at a round's first update; 'none': no clip."},
     )
     peer_clip_step: float = field(
-        default=0.025, metadata={"help": "How much every update of a round narrows the peers' clip range."}
+        default=0.025,
+        metadata={"help": "By how much every update of a round narrows the peers' clip range; 0: not at all."},
     )
-    capability_window: int = field(default=5, metadata={"help": "Rounds that the capability is averaged over."})
+    capability_window: int = field(
+        default=5, metadata={"help": "Number of last rounds that an agent's capability P is the mean of."}
+    )
     capability_metric: str = field(
-        default="positive_rate", metadata={"help": f"One of {', '.join(METRICS)}.", "choices": METRICS}
+        default="positive_rate",
+        metadata={
+            "help": "What P is: 'positive_rate', the share of rewards above 0, or 'mean_reward'.",
+            "choices": METRICS,
+        },
     )
     capability_ratio_bounds: list[float] = field(
-        default_factory=lambda: [0.1, 10.0], metadata={"help": "Smallest and largest capability ratio."}
+        default_factory=lambda: [0.1, 10.0],
+        metadata={"help": "Smallest and largest value of the ratio of two agents' P."},
     )
     baseline: str = field(
         default="capability",
-        metadata={"help": f"Baseline of the advantage, one of {', '.join(BASELINES)}.", "choices": BASELINES},
+        metadata={
+            "help": "What a reward is compared with: 'capability' (eq. 5), 'pooled' (w = 1), 'min_variance' or 'own'.",
+            "choices": BASELINES,
+        },
     )
     capability_coefficient: bool = field(
-        default=True, metadata={"help": "Scale a peer's response by the ratio of the capabilities."}
+        default=True, metadata={"help": "Scale what a peer's response teaches by P of the peer / P of the learner."}
     )
     peer_advantages: str = field(
         default="all",
-        metadata={"help": "'all', or 'positive': learn from peers' successes only.", "choices": ("all", "positive")},
+        metadata={
+            "help": "'all', or 'positive': learn nothing from peers' responses with a negative advantage.",
+            "choices": ("all", "positive"),
+        },
     )
-    advantage_epsilon: float = field(default=1e-6, metadata={"help": "Added to the advantage's standard deviation."})
-    max_reward: float = field(default=1.0, metadata={"help": "Largest reward that a response can have."})
+    advantage_epsilon: float = field(
+        default=1e-6, metadata={"help": "Added to the standard deviation that the advantage is divided by."}
+    )
+    max_reward: float = field(
+        default=1.0,
+        metadata={"help": "The most that a response can earn; a baseline above it is replaced by the learner's mean."},
+    )
     rollout_order: str = field(
         default="own_first",
-        metadata={"help": "'own_first' or 'shuffled' responses.", "choices": ("own_first", "shuffled")},
+        metadata={
+            "help": "'own_first': a round starts with updates on own responses; 'shuffled': all are mixed.",
+            "choices": ("own_first", "shuffled"),
+        },
     )
     length_normalization: str = field(
         default="own",
@@ -190,20 +236,25 @@ class HACPOConfig(GRPOConfig):
     )
     peer_overflow: str = field(
         default="truncate",
-        metadata={"help": "'truncate' or 'drop' too long responses of peers.", "choices": ("truncate", "drop")},
+        metadata={
+            "help": "'truncate' or 'drop' a peer's response longer than the learner's `max_completion_length`.",
+            "choices": ("truncate", "drop"),
+        },
     )
     skip_silent_responses: bool = field(
-        default=True, metadata={"help": "Spare the passes over peers' responses that have no advantage."}
+        default=True,
+        metadata={"help": "Spare the passes over peers' responses without advantage; the weights stay the same."},
     )
     sampling_batch_size: int | None = field(
         default=None,
-        metadata={"help": "Responses that are sampled at a time without vLLM; default: all of a round's."},
+        metadata={"help": "Responses that generate samples at a time without vLLM, by default all of a round's."},
     )
     offload_inactive_agents: bool = field(
         default=False, metadata={"help": "Park the states of agents that are not running in the CPU's memory."}
     )
     vllm_server_urls: list[str] | None = field(
-        default=None, metadata={"help": "One vLLM server for each agent, in their order: http://localhost:8000 ..."}
+        default=None,
+        metadata={"help": "Address of one vLLM server for each agent, in their order, e.g. http://localhost:8000."},
     )
     source_logps: str = field(
         default="trainer",
@@ -213,7 +264,7 @@ class HACPOConfig(GRPOConfig):
         },
     )
     agent_overrides: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Settings for single agents, by name (JSON on the command line)."}
+        default=None, metadata={"help": "Other settings for single agents, by name (JSON on the command line)."}
     )
 
     @property
