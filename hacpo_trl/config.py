@@ -519,6 +519,19 @@ class HACPOConfig(GRPOConfig):
                 f"({', '.join(names)}); a server holds the weights of one agent, so give one for each."
             )
         self._check_servers(names)
+        self._warn_of_a_closed_range(updates)
+
+    def _warn_of_a_closed_range(self, updates: int) -> None:
+        """Warns when the last updates of a round can learn nothing from peers."""
+        if self.method != "hacpo" or not self.peer_clip_delta:
+            return
+        closed = sum(peer_clip_lower(m, self.peer_clip_delta, self.peer_clip_step) >= 1.0 for m in range(updates))
+        if closed:
+            warnings.warn(
+                f"A round has {updates} updates, and in the last {closed} the peers' clip range is closed: they learn "
+                f"nothing from peers. Make it close later: peer_clip_step={self.peer_clip_delta / updates:.2g}.",
+                stacklevel=4,
+            )
 
     def _check_servers(self, names: list[str]) -> None:
         """Refuses teams whose agents would overwrite each other's weights, or wait for each other for ever."""

@@ -819,3 +819,16 @@ def test_settings_can_be_pickled():
 def test_it_is_a_grpo_config():
     assert isinstance(config(), GRPOConfig) and isinstance(config(), TrainingArguments)
     assert set(GRPOConfig._VALID_DICT_FIELDS) < set(HACPOConfig._VALID_DICT_FIELDS)
+
+
+def test_warning_of_a_peers_clip_range_that_closes_in_a_round():
+    # 2 updates on each agent's responses, width 0.2 and step 0.025: the range is a point from update 8 on
+    args = config()
+    assert args.updates_per_round(5) == 10
+    with pytest.warns(UserWarning, match="A round has 10 updates, and in the last 2 the peers' clip range is closed"):
+        args.check_agents([f"agent-{i}" for i in range(5)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        args.check_agents([f"agent-{i}" for i in range(4)])
+        for changes in ({"peer_clip_step": 0.02}, {"peer_clip_delta": None}, {"method": "naive"}):  # 0.02: as advised
+            config(**changes).check_agents([f"agent-{i}" for i in range(5)])
