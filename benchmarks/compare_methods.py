@@ -105,7 +105,7 @@ def measure(model, tokenizer, problems: dict[str, list[dict[str, str]]], seed: i
     return result
 
 
-def train(folder: Path, agents: tuple[str, ...], setting: str | None, arm: str, seed: int) -> float:
+def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: int) -> float:
     """One run; its result goes to its file. Returns the seconds that it took."""
     import torch
     from transformers import TrainerCallback
@@ -119,7 +119,7 @@ def train(folder: Path, agents: tuple[str, ...], setting: str | None, arm: str, 
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     started = time.perf_counter()
-    rounds, task, entry = rounds_of(agents, setting), task_of(agents), ARMS[arm]
+    rounds, task, entry = rounds_of(setting, agents), task_of(agents), ARMS[arm]
     problems = held_out(task)
     prompts, _ = make_split(task, PROMPTS * rounds, 0, seed=1000 + seed)
     scratch = folder / "scratch" / f"{os.getpid()}"
@@ -170,7 +170,7 @@ def train(folder: Path, agents: tuple[str, ...], setting: str | None, arm: str, 
     trainer.train()
     history = trainer.state.log_history
     result = {
-        "setting": setting,
+        "setting": None if entry.alone else setting,
         "arm": arm,
         "seed": seed,
         "fingerprint": run_fingerprint(agents, arm, rounds),
@@ -182,7 +182,7 @@ def train(folder: Path, agents: tuple[str, ...], setting: str | None, arm: str, 
         "pairs": _pairs(history),
         "seconds": time.perf_counter() - started,
     }
-    path = run_file(folder, agents, setting, arm, seed)
+    path = run_file(folder, setting, agents, arm, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")
     part.write_text(json.dumps(result))
@@ -207,15 +207,15 @@ def plan(folder: Path, settings: list[str], arms: list[str], seeds: int | None) 
     jobs: dict[Path, tuple] = {}
     for name in settings:
         for arm in (arm for arm in arms if arm not in SETTINGS[name].without):
-            teams = [((agent,), None) for agent in SETTINGS[name].agents] if ARMS[arm].alone else None
-            for agents, setting in teams or [(SETTINGS[name].agents, name)]:
+            team = SETTINGS[name].agents
+            for agents in [(agent,) for agent in team] if ARMS[arm].alone else [team]:
                 for seed in range(ARMS[arm].seeds if seeds is None else seeds):
-                    path = run_file(folder, agents, setting, arm, seed)
+                    path = run_file(folder, name, agents, arm, seed)
                     done = path.is_file() and json.loads(path.read_text())["fingerprint"] == run_fingerprint(
-                        agents, arm, rounds_of(agents, setting)
+                        agents, arm, rounds_of(name, agents)
                     )
                     if not done:
-                        jobs[path] = (agents, setting, arm, seed)
+                        jobs[path] = (name, agents, arm, seed)
     return sorted(jobs.values(), key=lambda job: job[3])
 
 
@@ -262,12 +262,14 @@ def run_all(folder: Path, settings: list[str], arms: list[str], seeds: int | Non
         futures = {pool.submit(train, folder, *job): job for job in runs}
         bar = tqdm(as_completed(futures), total=len(futures), desc="runs", unit="run")
         for future in bar:
-            _, setting, arm, seed = futures[future]
+            setting, agents, arm, seed = futures[future]
             if future.exception() is not None:
                 failed.append(f"{futures[future]}: {future.exception()!r}")
                 bar.write(f"failed: {failed[-1]}", file=sys.stderr)
             else:
-                bar.set_postfix_str(f"{setting or 'alone'} {arm} {seed}: {future.result():.0f} s", refresh=False)
+                bar.set_postfix_str(
+                    f"{setting} {'+'.join(agents)} {arm} {seed}: {future.result():.0f} s", refresh=False
+                )
     shutil.rmtree(folder / "scratch", ignore_errors=True)
     print(f"{len(runs) - len(failed)} runs in {(time.perf_counter() - started) / 60:.1f} minutes.")
     if failed:

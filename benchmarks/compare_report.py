@@ -40,13 +40,12 @@ class Results:
 
     def _read(self, folder: Path, arm: str, seed: int, alone: bool) -> dict[str, list[dict[str, Any]]] | None:
         points: dict[str, list[dict[str, Any]]] = {}
-        teams = [((name,), None) for name in self.agents] if alone else [(self.agents, self.setting)]
-        for team, setting in teams:
-            path = run_file(folder, team, setting, arm, seed)
+        for team in [(name,) for name in self.agents] if alone else [self.agents]:
+            path = run_file(folder, self.setting, team, arm, seed)
             if not path.is_file():
                 return None
             run = json.loads(path.read_text())
-            if run["fingerprint"] != run_fingerprint(team, arm, rounds_of(team, setting)):
+            if run["fingerprint"] != run_fingerprint(team, arm, rounds_of(self.setting, team)):
                 return None
             for name in team:
                 points[name] = [p for p in run["agents"][name]["points"] if p["round"] <= self.rounds]

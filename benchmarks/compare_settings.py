@@ -15,6 +15,7 @@ PROMPTS, GENERATIONS = 16, 8  # of a round, for each agent
 UPDATE_ROWS = 64  # sequences of an update: two updates on the own responses of a round, two on each peer's
 LEARNING_RATE = 1e-4
 ROUNDS = 16
+LONG = 24  # rounds; longer settings have runs of their own of agents alone
 HELD_OUT = 400
 MEAN_OF = 4  # sampled responses to a held-out problem
 MAX_TOKENS = 72
@@ -109,6 +110,13 @@ SETTINGS: dict[str, Setting] = {
         "a team of four",
         without=("own", "positive", "shared-length", "shuffled", "wide", "own-positive-wide"),
     ),
+    "long": Setting(
+        ("llama-add", "olmo-sub"),
+        "as skill, for longer",
+        rounds=64,
+        without=tuple("gspo-x2 grpo naive no-baseline no-coefficient no-alpha no-tightening no-clip".split())
+        + tuple("min-variance own-positive-wide wide shuffled shared-length".split()),
+    ),
 }
 
 
@@ -190,11 +198,12 @@ def options_of(arm: str) -> dict[str, Any]:
     }
 
 
-def rounds_of(agents: tuple[str, ...], setting: str | None) -> int:
-    """Rounds of a run: the setting's, or, for an agent alone, those of the longest setting that it is part of."""
-    if setting is not None:
-        return SETTINGS[setting].rounds
-    return max(entry.rounds for entry in SETTINGS.values() if agents[0] in entry.agents)
+def rounds_of(setting: str, agents: tuple[str, ...]) -> int:
+    """Rounds of a run: the setting's. An agent alone runs for the longest of the usual settings that it is part of."""
+    rounds = SETTINGS[setting].rounds
+    if agents == SETTINGS[setting].agents or rounds > LONG:
+        return rounds
+    return max(e.rounds for e in SETTINGS.values() if agents[0] in e.agents and e.rounds <= LONG)
 
 
 def task_of(agents: tuple[str, ...]) -> tuple[str, ...]:
@@ -217,6 +226,8 @@ def _checksum(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def run_file(folder: Path, agents: tuple[str, ...], setting: str | None, arm: str, seed: int) -> Path:
-    """Where the result of a run stands."""
-    return folder / "runs" / (setting or f"alone-{agents[0]}") / f"{arm}-{seed}.json"
+def run_file(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: int) -> Path:
+    """Where the result of a run stands. Settings share the runs of an agent alone."""
+    alone = agents != SETTINGS[setting].agents
+    name = f"alone-{agents[0]}-{rounds_of(setting, agents)}" if alone else setting
+    return folder / "runs" / name / f"{arm}-{seed}.json"
