@@ -150,8 +150,7 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
         )
     trainer.remove_callback(RoundProgress)
     points: dict[str, list[dict[str, Any]]] = {
-        name: [{"round": 0, "responses": 0, **json.loads((folder / "agents" / name / "start.json").read_text())}]
-        for name in agents
+        name: [{"round": 0, "responses": 0, **_start(folder, name)}] for name in agents
     }
 
     class Measure(TrainerCallback):
@@ -189,6 +188,11 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
     os.replace(part, path)
     shutil.rmtree(scratch, ignore_errors=True)
     return result["seconds"]
+
+
+def _start(folder: Path, name: str) -> dict[str, Any]:
+    """What was measured of an agent after its warm-up."""
+    return json.loads((folder / "agents" / name / "start.json").read_text())
 
 
 def _pairs(history: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
