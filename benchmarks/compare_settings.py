@@ -52,6 +52,8 @@ AGENTS: dict[str, Recipe] = {
     "llama": Recipe(AgentSpec("llama", **_LLAMA, seed=3), 0.4),
     "llama-add": Recipe(AgentSpec("llama-add", **_LLAMA, seed=4), 0.7, ("addition",), _MOSTLY_ADD),
     "olmo-sub": Recipe(AgentSpec("olmo-sub", **_OLMO, seed=5), 0.7, ("subtraction",), _MOSTLY_SUB),
+    "llama-only-add": Recipe(AgentSpec("llama-only-add", **_LLAMA, seed=8), 0.7, ("addition",), ("addition",)),
+    "olmo-only-sub": Recipe(AgentSpec("olmo-only-sub", **_OLMO, seed=9), 0.7, ("subtraction",), ("subtraction",)),
     "small": Recipe(
         AgentSpec("small", **_MULTI, hidden_size=64, num_layers=2, num_heads=2, seed=6),
         0.15,
@@ -110,12 +112,12 @@ SETTINGS: dict[str, Setting] = {
         "a team of four",
         without=("own", "positive", "shared-length", "shuffled", "wide", "own-positive-wide"),
     ),
-    "long": Setting(
-        ("llama-add", "olmo-sub"),
-        "as skill, for longer",
-        rounds=64,
+    "apart": Setting(
+        ("llama-only-add", "olmo-only-sub"),
+        "each has never seen what the other can do",
+        rounds=48,
         without=tuple("gspo-x2 grpo naive no-baseline no-coefficient no-alpha no-tightening no-clip".split())
-        + tuple("min-variance own-positive-wide wide shuffled shared-length".split()),
+        + ("min-variance", "wide", "shuffled", "shared-length"),
     ),
 }
 
