@@ -3,7 +3,7 @@
     python examples/evaluate_math.py out/model-a out/model-b --benchmarks math_500 gsm8k aime_2025
     python examples/evaluate_math.py out/model-a --data_dir data --before base/model-a --engine vllm
 
-`--help` lists all options; what they do is in hacpo_trl/evaluate.py and hacpo_trl/benchmarks.py.
+`--help` lists all options; what they do is in hacpo_trl/evaluate.py and hacpo_trl/answers.py.
 """
 
 import sys

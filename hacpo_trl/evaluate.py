@@ -23,21 +23,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .benchmarks import (
-    BENCHMARKS,
+from .answers import PROMPT_FORMATS, evaluate_model, load_vllm, resolve_settings
+from .benchmarks import BENCHMARKS
+from .data import INSTRUCTION, load_problems
+from .scores import (
     FORMAT,
-    PROMPT_FORMATS,
     EvaluationResult,
-    evaluate_model,
     format_average,
     load_results,
-    load_vllm,
     paired_difference,
-    resolve_settings,
     results_table,
     write_whole,
 )
-from .data import INSTRUCTION, load_problems
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 

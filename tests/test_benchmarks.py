@@ -14,24 +14,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hacpo_trl import benchmarks
-from hacpo_trl.benchmarks import (
-    BENCHMARKS,
-    EvaluationResult,
-    average_at_k,
-    evaluate_model,
-    load_results,
-    load_vllm,
-    majority_at_k,
-    paired_difference,
-    pass_at_k,
-    resolve_prompt_format,
-    resolve_settings,
-    results_table,
-)
+from hacpo_trl import answers
+from hacpo_trl.answers import evaluate_model, load_vllm, resolve_prompt_format, resolve_settings
+from hacpo_trl.benchmarks import BENCHMARKS
 from hacpo_trl.evaluate import main, model_names
 from hacpo_trl.playground import make_problems, shipped_agent
 from hacpo_trl.rewards import MathVerifier
+from hacpo_trl.scores import (
+    EvaluationResult,
+    average_at_k,
+    group_answers,
+    load_results,
+    majority_at_k,
+    paired_difference,
+    pass_at_k,
+    results_table,
+)
 
 ROOT = Path(__file__).parent.parent
 # The prompt that the playground's agents were warmed up on
@@ -207,7 +205,7 @@ def test_votes_are_groups_of_equal_answers():
         scores = verifier(flat, answer=["1/2"] * 7 + ["3"] * 7, log_extra=parsed.__setitem__)
         parsed = parsed["parsed_answer"]
         correct = [[bool(s) for s in scores[:7]], [bool(s) for s in scores[7:]]]
-        votes = benchmarks._group_answers(texts, [parsed[:7], parsed[7:]], correct, verifier)
+        votes = group_answers(texts, [parsed[:7], parsed[7:]], correct, verifier)
     assert votes == [[0, 1, 1, 0, 2, None, 2], [1] * 7]
 
 
@@ -393,7 +391,7 @@ def test_arguments_of_the_template(agent, additions):
     tokenizer = AutoTokenizer.from_pretrained(shipped_agent("tiny-char"))
     tokenizer.chat_template = "{% if think %}+{% endif %}" + TEMPLATE
     settings = resolve_settings(tokenizer, chat_template_kwargs={"think": True}, system_prompt="Hi", instruction="")
-    ids = benchmarks._prompt_ids(tokenizer, additions[:1], settings)
+    ids = answers._prompt_ids(tokenizer, additions[:1], settings)
     assert tokenizer.decode(ids[0]) == f"+Hi\n{additions[0]['problem']}\n"
 
 

@@ -1,0 +1,396 @@
+"""A model's answers to maths problems, judged.
+
+`evaluate_model` lets one model answer the problems of a benchmark and judges its answers; `scores.results_table` puts
+several results side by side. The command line is `hacpo_trl.evaluate`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from .data import INSTRUCTION, to_prompts
+from .rewards import MathVerifier, math_reward
+from .scores import EvaluationResult, group_answers
+
+PLAIN_STOP = ("\nProblem:",)
+"""Where answers to plain prompts end by default: base models go on with a problem of their own, whose answer would be
+judged in place of the first one's."""
+
+PROMPT_FORMATS = ("auto", "chat", "plain")
+
+
+@dataclass
+class _Response:
+    text: str
+    tokens: int
+    finished: bool
+
+
+class _StopAtText(StoppingCriteria):
+    """Ends a row once one of some texts appears in its response."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int) -> None:
+        self.tokenizer, self.stop, self.start = tokenizer, stop, start
+        self.window = max(len(text.encode()) for text in stop) + 4  # a token has at least one byte
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        tails = input_ids[:, max(self.start, input_ids.shape[1] - self.window) :]
+        texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
+        return torch.tensor([any(s in text for s in self.stop) for text in texts], device=input_ids.device)
+
+
+def resolve_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: str = "auto") -> str:
+    """Whether prompts become chats or plain text.
+
+    Args:
+        tokenizer: the model's.
+        prompt_format: "chat", "plain", or "auto": chat if the tokenizer has a template.
+
+    Returns:
+        "chat" or "plain".
+
+    Raises:
+        ValueError: if the format is unknown, or a chat is wanted without a template.
+    """
+    if prompt_format not in PROMPT_FORMATS:
+        raise ValueError(f"prompt_format={prompt_format!r} is unknown; use 'auto', 'chat' or 'plain'.")
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if prompt_format == "auto":
+        return "chat" if has_template else "plain"
+    if prompt_format == "chat" and not has_template:
+        raise ValueError("prompt_format='chat' needs a tokenizer with a chat template; use 'plain' or 'auto'.")
+    return prompt_format
+
+
+def resolve_settings(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    max_new_tokens: int = 2048,
+    prompt_format: str = "auto",
+    chat_template_kwargs: dict[str, Any] | None = None,
+    system_prompt: str | None = None,
+    instruction: str = INSTRUCTION,
+    stop: Sequence[str] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Checks the settings of an evaluation and fills in the defaults; for the arguments see `evaluate_model`.
+
+    Returns:
+        All of them by name: what determines the answers, apart from the model and the problems.
+
+    Raises:
+        ValueError: naming a setting that makes no sense.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples={samples!r} must be a whole number of at least 1.")
+    temperature = float(samples > 1) if temperature is None else float(temperature)
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature!r} must be 0 (greedy) or a positive number.")
+    if temperature == 0 and samples > 1:
+        raise ValueError(f"Greedy decoding gives {samples} equal answers; use temperature > 0 or samples=1.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a whole number of at least 1.")
+    resolved = resolve_prompt_format(tokenizer, prompt_format)
+    if stop is None:
+        stop = PLAIN_STOP if resolved == "plain" else ()
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"stop={stop!r} must be a list of texts that are not empty.")
+    return {
+        "samples": samples,
+        "temperature": temperature,
+        "top_p": float(top_p) if temperature else 1.0,  # greedy decoding has no use for it
+        "max_new_tokens": max_new_tokens,
+        "prompt_format": resolved,
+        "chat_template_kwargs": dict(chat_template_kwargs or {}) if resolved == "chat" else {},
+        "system_prompt": system_prompt or None,
+        "instruction": instruction,
+        "stop": list(stop),
+        "seed": seed,
+    }
+
+
+def _prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[dict[str, str]], settings: dict[str, Any]
+) -> list[list[int]]:
+    chat = settings["prompt_format"] == "chat"
+    prompts = to_prompts(
+        problems, chat=chat, system_prompt=settings["system_prompt"], instruction=settings["instruction"]
+    )["prompt"]
+    if not chat:
+        return tokenizer(list(prompts))["input_ids"]
+    texts = [
+        tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True, **settings["chat_template_kwargs"]
+        )
+        for prompt in prompts
+    ]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template has written them
+
+
+def _end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a response: a chat model has an end of turn besides the end of text."""
+    known = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = [] if known is None else [known] if isinstance(known, int) else list(known)
+    if tokenizer.eos_token_id is not None:
+        ids.append(tokenizer.eos_token_id)
+    return list(dict.fromkeys(ids))
+
+
+@contextmanager
+def _plain_generation_config(model: Any):
+    """Hides the model's sampling defaults: generate() fills in whatever the settings leave open (repetition penalties,
+    top_k, ...), and models that were trained together must not be decoded differently."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+@torch.no_grad()
+def _generate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    settings: dict[str, Any],
+    batch_size: int,
+    progress: bool,
+    label: str,
+) -> list[list[_Response]]:
+    """Answers with transformers. Prompts of similar length share a batch, so that little is spent on padding."""
+    ends, samples, stop = _end_ids(model, tokenizer), settings["samples"], settings["stop"]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    greedy = settings["temperature"] == 0
+    chosen = {} if greedy else {"temperature": settings["temperature"], "top_p": settings["top_p"], "top_k": 0}
+    # The longest first: what does not fit into memory fails at once. Samples of one prompt stay neighbours.
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    requests = [i for i in order for _ in range(samples)]
+    responses: list[list[_Response]] = [[] for _ in prompts]
+    on_cuda = model.device.type == "cuda"
+    was_training = model.training
+    model.eval()
+    bar = tqdm(total=len(requests), desc=label, unit="answer", disable=not progress, dynamic_ncols=True)
+    try:
+        with torch.random.fork_rng(devices=[model.device] if on_cuda else []), _plain_generation_config(model), bar:
+            for start in range(0, len(requests), batch_size):
+                # By batch, so that it does not matter which batches ran before
+                torch.manual_seed(settings["seed"] * 1_000_003 + start)
+                chunk = requests[start : start + batch_size]
+                width = max(len(prompts[i]) for i in chunk)
+                ids = [[pad] * (width - len(prompts[i])) + prompts[i] for i in chunk]
+                mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chunk]
+                output = model.generate(
+                    input_ids=torch.tensor(ids, device=model.device),
+                    attention_mask=torch.tensor(mask, device=model.device),
+                    generation_config=GenerationConfig(
+                        max_new_tokens=int(min(settings["max_new_tokens"], room - width)),
+                        do_sample=not greedy,
+                        eos_token_id=ends or None,
+                        pad_token_id=pad,
+                        **chosen,
+                    ),
+                    stopping_criteria=StoppingCriteriaList([_StopAtText(tokenizer, stop, width)] if stop else []),
+                )
+                for i, row in zip(chunk, output[:, width:].tolist(), strict=True):
+                    responses[i].append(_read_response(tokenizer, row, ends, pad, stop))
+                bar.update(len(chunk))
+    finally:
+        model.train(was_training)
+    return responses
+
+
+def _read_response(
+    tokenizer: PreTrainedTokenizerBase, row: list[int], ends: Sequence[int], pad: int, stop: Sequence[str]
+) -> _Response:
+    end = next((i for i, token in enumerate(row) if token in ends), None)
+    tokens = len(row) if end is None else end + 1
+    text = tokenizer.decode(row if end is None else row[:end], skip_special_tokens=True)
+    found = [position for position in (text.find(s) for s in stop) if position >= 0]
+    if found and end is None:  # ended by the text, then filled up
+        while tokens and row[tokens - 1] == pad:
+            tokens -= 1
+    return _Response(text[: min(found)] if found else text, tokens, end is not None or bool(found))
+
+
+def _generate_vllm(
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], settings: dict[str, Any], progress: bool
+) -> list[list[_Response]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        n=settings["samples"],
+        temperature=settings["temperature"],
+        top_p=settings["top_p"],
+        top_k=0,
+        max_tokens=settings["max_new_tokens"],
+        stop=settings["stop"] or None,
+        seed=settings["seed"],
+    )
+    outputs = model.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=progress)
+    return [
+        [_Response(one.text, len(one.token_ids), one.finish_reason != "length") for one in output.outputs]
+        for output in outputs
+    ]
+
+
+def load_vllm(model: str, **kwargs: Any) -> Any:
+    """Loads a model into a vLLM engine.
+
+    Args:
+        model: Hub id or folder of a whole model (`merge_adapter` merges an adapter).
+        **kwargs: arguments of `vllm.LLM`.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+        ValueError: if the folder holds an adapter alone.
+    """
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ImportError(
+            f"The engine 'vllm' needs the package vllm, which cannot be imported ({error}). Install it with pip "
+            "install 'hacpo_trl[vllm]' or use the engine 'transformers'."
+        ) from error
+    if os.path.isfile(os.path.join(model, "adapter_config.json")):
+        raise ValueError(
+            f"{model} holds an adapter alone. Merge it first (hacpo_trl.merge_adapter) or use the engine "
+            "'transformers'."
+        )
+    return LLM(model=model, **kwargs)
+
+
+def evaluate_model(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[dict[str, str]],
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    max_new_tokens: int = 2048,
+    prompt_format: str = "auto",
+    chat_template_kwargs: dict[str, Any] | None = None,
+    system_prompt: str | None = None,
+    instruction: str = INSTRUCTION,
+    stop: Sequence[str] | None = None,
+    seed: int = 0,
+    batch_size: int = 32,
+    verifier: MathVerifier | Callable | None = None,
+    model_name: str = "model",
+    benchmark: str = "problems",
+    progress: bool = True,
+) -> EvaluationResult:
+    """Lets a model answer problems and judges its answers.
+
+    Args:
+        model: a causal language model of transformers on any device, or a `vllm.LLM` (see `load_vllm`). Sampling
+            defaults of its generation configuration are not used; its end tokens are.
+        tokenizer: its tokenizer.
+        problems: rows with "problem" and "answer", as `Benchmark.load` and `load_problems` return them.
+        samples: answers to each problem.
+        temperature: 0 decodes greedily. By default 0 for one answer and 1, as in training, for several.
+        top_p: sample from the most likely tokens that have this probability together.
+        max_new_tokens: longest response. With transformers it also ends where the model's positions do.
+        prompt_format: "chat", "plain", or "auto": chat if the tokenizer has a template.
+        chat_template_kwargs: arguments of the template, such as {"enable_thinking": False}.
+        system_prompt: first message of the chat, or first line of the text.
+        instruction: stands behind every problem.
+        stop: texts that end a response and do not belong to it; by default `PLAIN_STOP` for plain prompts.
+        seed: of the sampling. With transformers, samples also depend on batch_size.
+        batch_size: responses that transformers generate together.
+        verifier: judges the answers, by default `math_reward`: the gold is parsed first and the answer is compared
+            with it, so that several parts, intervals, matrices, units and texts are read as the gold reads.
+        model_name: name in tables.
+        benchmark: key in `BENCHMARKS`, or another name.
+        progress: whether to show a bar.
+
+    Returns:
+        The answers and numbers. Problems whose gold cannot be parsed are in it, but leave all numbers.
+
+    Raises:
+        ValueError: naming a setting that makes no sense, a problem that is none, or a prompt too long for the model.
+    """
+    settings = resolve_settings(
+        tokenizer,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        prompt_format=prompt_format,
+        chat_template_kwargs=chat_template_kwargs,
+        system_prompt=system_prompt,
+        instruction=instruction,
+        stop=stop,
+        seed=seed,
+    )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r} must be a whole number of at least 1.")
+    if not problems:
+        raise ValueError("There are no problems to evaluate on.")
+    for i, row in enumerate(problems):
+        if not isinstance(row.get("problem"), str) or not isinstance(row.get("answer"), str):
+            raise ValueError(f"Problem {i} needs the texts 'problem' and 'answer', it has {sorted(row)}.")
+    started = time.perf_counter()
+    prompts = _prompt_ids(tokenizer, problems, settings)
+    if isinstance(model, torch.nn.Module):
+        room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+        if len(prompts[longest]) >= room:
+            raise ValueError(
+                f"Problem {longest} has a prompt of {len(prompts[longest])} tokens, but {model_name} reads {room} in "
+                "all."
+            )
+        label = f"{model_name}: {benchmark}"
+        responses = _generate(model, tokenizer, prompts, settings, batch_size, progress, label)
+    else:
+        responses = _generate_vllm(model, tokenizer, prompts, settings, progress)
+
+    verifier = math_reward if verifier is None else verifier
+    parsed: dict[str, list[str]] = {}
+    flat = [response.text for row in responses for response in row]
+    scores = verifier(
+        flat, answer=[row["answer"] for row in problems for _ in range(samples)], log_extra=parsed.__setitem__
+    )
+    found = parsed.get("parsed_answer", [""] * len(flat))
+
+    def by_problem(values: Sequence[Any]) -> list[list[Any]]:
+        return [list(values[i : i + samples]) for i in range(0, len(values), samples)]
+
+    texts, answers = by_problem(flat), by_problem(found)
+    correct = by_problem([None if score is None else bool(score) for score in scores])
+    if samples > 1:
+        votes = group_answers(texts, answers, correct, verifier)
+    else:
+        votes = [[0 if row[0] else 1] for row in correct]
+    rows = []
+    for i, problem in enumerate(problems):
+        rows.append(
+            {
+                "problem": problem["problem"],
+                "answer": problem["answer"],
+                "samples": texts[i],
+                "parsed": answers[i],
+                "correct": correct[i],
+                "votes": votes[i],
+                "tokens": [response.tokens for response in responses[i]],
+                "finished": [response.finished for response in responses[i]],
+            }
+        )
+    return EvaluationResult(model_name, benchmark, settings, rows, time.perf_counter() - started)
