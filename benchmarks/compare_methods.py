@@ -2,7 +2,7 @@
 
     python benchmarks/compare_methods.py --out results             # everything, some hours on two cores
     python benchmarks/compare_methods.py --out results --quick     # one setting, two seeds, minutes
-    python benchmarks/compare_methods.py --out results --settings skill --arms hacpo own-positive --seeds 5
+    python benchmarks/compare_methods.py --out results --settings skill --arms hacpo wide --seeds 5
 
 All runs of a setting start from the same weights and see the same prompts. A run is one process and one thread, and
 its result one JSON file: what is there already is not run again, and more seeds are added by asking for them. At the
@@ -47,7 +47,7 @@ from compare_settings import (
 from tqdm.auto import tqdm
 
 EVERY = ROUNDS // 2  # rounds between two measurements, with one sample in the middle of ROUNDS and all at its end
-QUICK = {"settings": ["skill"], "arms": ["gspo", "gspo-x2", "hacpo", "own-positive"], "seeds": 2}
+QUICK = {"settings": ["skill"], "arms": ["gspo", "gspo-x2", "hacpo", "own-positive-wide"], "seeds": 2}
 
 
 def build_agent_folder(folder: Path, name: str) -> None:

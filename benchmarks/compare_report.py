@@ -15,11 +15,19 @@ COLORS = {
     "grpo": "#b0b8c0",
     "naive": "#d1622b",
     "hacpo": "#1f5fa8",
-    "own-positive": "#2c8a4b",
+    "own-positive-wide": "#2c8a4b",
 }
 """Methods of the curves; the others stand in the bar plot only."""
 
-Value = Callable[[dict[str, Any]], float]
+PAIR_COLORS = {
+    "naive": "#d1622b",
+    "hacpo": "#1f5fa8",
+    "own": "#8e44ad",
+    "positive": "#b8860b",
+    "own-positive": "#a4343a",
+    "own-positive-wide": "#2c8a4b",
+}
+"""Methods whose pairs are drawn."""
 
 
 class Results:
@@ -284,10 +292,8 @@ def plot_bars(everything: Sequence[Results], path: Path) -> None:
 def plot_pairs(results: Results, path: Path) -> None:
     """Raw ratio and share of repelling responses of every pair over the rounds, mean over seeds."""
     plt = _pyplot()
-    arms = [arm for arm in ("naive", "hacpo", "own", "positive", "own-positive", "wide") if (arm, 0) in results.pairs]
+    arms = [arm for arm in PAIR_COLORS if (arm, 0) in results.pairs]
     pairs = sorted({pair for key in results.pairs for pair in results.pairs[key]})[:4]
-    palette = ["#d1622b", "#1f5fa8", "#8e44ad", "#b8860b", "#2c8a4b", "#a4343a"]
-    colors = dict(zip(("naive", "hacpo", "own", "positive", "own-positive", "wide"), palette, strict=True))
     figure, axes = plt.subplots(2, len(pairs), figsize=(3.4 * len(pairs), 5), squeeze=False, sharex=True)
     labels = {"ratio_mean": "mean raw ratio", "repelling": "share that repels"}
     for column, pair in enumerate(pairs):
@@ -299,7 +305,7 @@ def plot_pairs(results: Results, path: Path) -> None:
                 if runs:
                     length = min(map(len, runs))
                     y = [mean(run[i] for run in runs) for i in range(length)]
-                    axis.plot(range(1, length + 1), y, color=colors[arm], label=arm)
+                    axis.plot(range(1, length + 1), y, color=PAIR_COLORS[arm], label=arm)
             axis.set_title(pair, fontsize=9)
             axis.grid(alpha=0.25)
             axes[row][0].set_ylabel(label)

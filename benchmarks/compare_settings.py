@@ -96,21 +96,19 @@ SETTINGS: dict[str, Setting] = {
     "state": Setting(
         ("olmo-early", "olmo-late"),
         "same model, different training",
-        without=("shared-length", "shuffled", "wide", "own-positive-wide"),
+        without=("shared-length", "shuffled", "wide"),
     ),
     "size": Setting(
         ("small", "large"),
         "same family and tokenizer, different size",
-        without=("shared-length", "shuffled", "wide", "own-positive-wide"),
+        without=("shared-length", "shuffled", "wide"),
     ),
-    "model": Setting(
-        ("llama", "olmo-early"), "different architecture and tokenizer", without=("wide", "own-positive-wide")
-    ),
+    "model": Setting(("llama", "olmo-early"), "different architecture and tokenizer", without=("wide",)),
     "skill": Setting(("llama-add", "olmo-sub"), "each good where the other fails", rounds=24),
     "four": Setting(
         ("llama", "olmo-early", "llama-add", "olmo-sub"),
         "a team of four",
-        without=("own", "positive", "shared-length", "shuffled", "wide", "own-positive-wide"),
+        without=("own", "positive", "own-positive", "min-variance", "shared-length", "shuffled", "wide"),
     ),
     "apart": Setting(
         ("llama-only-add", "olmo-only-sub"),
@@ -160,12 +158,13 @@ ARMS: dict[str, Arm] = {
     "own": Arm("candidate", "own baseline", {"baseline": "own"}),
     "positive": Arm("candidate", "peers' successes only", {"peer_advantages": "positive"}),
     "own-positive": Arm(
-        "candidate", "own baseline, peers' successes only", {"baseline": "own", "peer_advantages": "positive"}, seeds=5
+        "candidate", "own baseline, peers' successes only", {"baseline": "own", "peer_advantages": "positive"}
     ),
     "own-positive-wide": Arm(
         "candidate",
         "own baseline, peers' successes only, delta 0.6",
         {"baseline": "own", "peer_advantages": "positive", "peer_clip_delta": 0.6},
+        seeds=5,
     ),
     "wide": Arm("candidate", "delta 0.6", {"peer_clip_delta": 0.6}),
     "shuffled": Arm("candidate", "own and peers' responses mixed", {"rollout_order": "shuffled"}),
