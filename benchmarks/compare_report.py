@@ -255,9 +255,9 @@ def plot_curves(results: Results, path: Path) -> None:
         axes[1][column].set_xlabel("responses sampled by the agent")
     axes[0][0].set_ylabel("held-out accuracy")
     axes[1][0].set_ylabel("held-out accuracy")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(f"{results.setting}: {SETTINGS[results.setting].about}")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -290,7 +290,10 @@ def plot_bars(everything: Sequence[Results], path: Path) -> None:
 
 
 def plot_pairs(results: Results, path: Path) -> None:
-    """Raw ratio and share of repelling responses of every pair over the rounds, mean over seeds."""
+    """Raw ratio and share of repelling responses of every pair over the rounds, mean over seeds.
+
+    The ratio is that of the responses that ran: with successes only, of the successes.
+    """
     plt = _pyplot()
     arms = [arm for arm in PAIR_COLORS if (arm, 0) in results.pairs]
     pairs = sorted({pair for key in results.pairs for pair in results.pairs[key]})[:4]
@@ -310,8 +313,8 @@ def plot_pairs(results: Results, path: Path) -> None:
             axis.grid(alpha=0.25)
             axes[row][0].set_ylabel(label)
         axes[1][column].set_xlabel("round")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(f"{results.setting}: what the pairs make of each other")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
