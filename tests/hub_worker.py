@@ -1,6 +1,6 @@
 """Processes that talk to the Hub that the tests of sharing start; not a test itself.
 
-    python tests/hub_worker.py share|load settings.json
+    python tests/hub_worker.py share|load|together settings.json
 
 The Hub's address is read when huggingface_hub is imported, so that they cannot run in the tests' own process. What
 they found goes, as JSON, into "report" of the settings.
@@ -37,13 +37,13 @@ def failing(call):
     return "no error"
 
 
-def build(output_dir, names=("char", "bpe"), **changes):
+def build(output_dir, names=("char", "bpe"), bpe="lab/tiny-bpe", **changes):
     from conftest import config, team
     from peft import LoraConfig
 
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return team(
-        {"char": SETTINGS["char"], "bpe": "lab/tiny-bpe"},
+        {"char": SETTINGS["char"], "bpe": bpe},
         names,
         config(WORK / output_dir, **{"max_rounds": 1, **changes}),
         peft_configs=[adapter if name == "bpe" else None for name in names],
@@ -85,10 +85,13 @@ def share():
     REPORT["before loading"] = failing(lambda: build("x", hub_model_id="stranger/team", **during))
     trainer = build(
         "during",
+        bpe=SETTINGS["bpe"],
         hub_model_id="me/during",
         hub_private_repo=True,
         hub_always_push=True,
-        agent_overrides={"bpe": {"hub_model_id": "lab/other", "hub_strategy": "end"}},
+        agent_overrides={
+            "bpe": {"hub_model_id": "lab/other", "hub_strategy": "end", "hub_base_model_id": "lab/tiny-bpe"}
+        },
         **during,
     )
     trainer.train()
@@ -128,7 +131,22 @@ def load():
         REPORT[f"{name} writes"] = scope["output"].shape[1] - scope["inputs"]["input_ids"].shape[1]
 
 
+def together():
+    """One of two processes of a run."""
+    trainer = build(
+        "two", hub_model_id="me/two", push_to_hub=True, save_strategy="steps", save_steps=4, ddp_backend="gloo"
+    )
+    trainer.train()
+    commits = trainer.push_to_hub(commit_message="Both")
+    REPORT[f"commits of {trainer.accelerator.process_index}"] = len(commits)
+    torch.distributed.barrier()
+
+
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))
-    {"share": share, "load": load}[SCENE]()
-    Path(SETTINGS["report"]).write_text(json.dumps(REPORT))
+    {"share": share, "load": load, "together": together}[SCENE]()
+    Path(SETTINGS["report"] + os.environ.get("RANK", "")).write_text(json.dumps(REPORT))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # now and then a thread of gloo aborts the interpreter's own way out

@@ -27,15 +27,15 @@ FAULTS = [("create-403", "create", 403), ("preupload-403", "preupload", 403), ("
           ("commit-500", "commit", 500)]  # fmt: skip
 
 
-def process(hub, scene, work, token="hf_right", **settings):
-    """What a process found that talks to the Hub."""
+def process(hub, scene, work, launcher=(), **settings):
+    """What a process found that talks to the Hub, and what it printed."""
     settings = {"work": str(work), "report": str(work / f"{scene}.json"), **settings}
     (work / f"{scene}.settings").write_text(json.dumps(settings))
     environment = {
         **{key: value for key, value in os.environ.items() if key.lower() not in ("http_proxy", "all_proxy")},
         "PYTHONPATH": str(ROOT),
         "HF_ENDPOINT": hub.endpoint,
-        "HF_TOKEN": token,
+        "HF_TOKEN": "hf_right",
         "HF_HOME": str(work / f"home of {scene}"),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
@@ -45,7 +45,7 @@ def process(hub, scene, work, token="hf_right", **settings):
         "TOKENIZERS_PARALLELISM": "false",
     }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "hub_worker.py"), scene, str(work / f"{scene}.settings")],
+        [sys.executable, *launcher, str(ROOT / "tests" / "hub_worker.py"), scene, str(work / f"{scene}.settings")],
         capture_output=True,
         text=True,
         env=environment,
@@ -53,7 +53,8 @@ def process(hub, scene, work, token="hf_right", **settings):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(Path(settings["report"]).read_text()), done.stdout
+    reports = [json.loads(path.read_text()) for path in sorted(work.glob(f"{scene}.json*"))]
+    return {key: value for report in reports for key, value in report.items()}, done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def shared(tmp_path_factory):
             "share",
             work,
             char=str(shipped_agent("tiny-char")),
+            bpe=str(shipped_agent("tiny-bpe")),
             problems=str(work / "train.jsonl"),
             faults=FAULTS,
         )
@@ -101,8 +103,11 @@ def test_every_agent_gets_a_repository_of_its_own(shared):
 
 def test_an_adapter_names_its_base_on_the_hub(shared):
     hub, _, _, work = shared
-    settings = json.loads(hub.files("me/team-bpe")["adapter_config.json"])
-    assert settings["base_model_name_or_path"] == "lab/tiny-bpe" and settings["r"] == 2
+    for repo_id in ("me/team-bpe", "lab/other"):  # from the Hub, and from a folder of which the user said what it is
+        settings = json.loads(hub.files(repo_id)["adapter_config.json"])
+        assert settings["base_model_name_or_path"] == "lab/tiny-bpe" and settings["r"] == 2
+    at_home = json.loads((work / "during" / "bpe" / "adapter_config.json").read_text())
+    assert at_home["base_model_name_or_path"] == str(shipped_agent("tiny-bpe"))
 
 
 def test_nothing_local_is_pushed(shared):
@@ -132,6 +137,19 @@ def test_pushed_agents_are_loaded_by_their_ids(shared):
     assert report["bpe has learned"] > 1e-3
     assert 0 < report["char writes"] <= 10 and 0 < report["bpe writes"] <= 10
     assert hub.unknown == []
+
+
+def test_of_two_processes_one_pushes(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with Hub() as hub:
+        hub.add("lab/tiny-bpe", shipped_agent("tiny-bpe"))
+        report, _ = process(hub, "together", tmp_path, launcher, char=str(shipped_agent("tiny-char")))
+        assert report == {"commits of 0": 2, "commits of 1": 0}
+        creations = [path for method, path in hub.calls if path == "/api/repos/create"]
+        assert len(creations) == 2
+        for name in PAIR:
+            assert hub.messages(f"me/two-{name}")[0] == "Training in progress, round 1, step 4"
+            assert len(hub.messages(f"me/two-{name}")) <= 2  # where the log has grown since, the card is new
 
 
 # -- while it trains ----------------------------------------------------------------------------------------------
