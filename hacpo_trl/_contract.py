@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "transformers.Trainer": {
         "_clip_grad_norm": ("model",),
+        "_finish_current_push": (),
         "_get_grad_norm": ("model", "grad_norm"),
         "_get_learning_rate": (),
         "_get_output_dir": ("trial",),
@@ -36,6 +37,7 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
         "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"),
         "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
+        "_push_from_checkpoint": ("checkpoint_folder",),
         "_save_optimizer_and_scheduler": ("output_dir",),
         "_save_scaler": ("output_dir",),
     },

@@ -28,6 +28,7 @@ from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence
 from .offload import Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
 from .sampler import check_engine, connect, usable_logprobs
+from .sharing import Publisher, find_base
 from .turns import Turns
 
 logger = logging.get_logger(__name__)
@@ -51,6 +52,7 @@ class HACPOAgent(GRPOTrainer):
         num_agents: N.
         residency: where agents sleep, or None to hold all on the device.
         turns: how agents share the time while they sample; by default the agent has it for itself.
+        publisher: the team's connection to the Hub.
         **kwargs: passed on to `GRPOTrainer`.
     """
 
@@ -79,6 +81,7 @@ class HACPOAgent(GRPOTrainer):
         num_agents: int,
         residency: Residency | None = None,
         turns: Turns | None = None,
+        publisher: Publisher | None = None,
         **kwargs,
     ):
         self.agent_name = agent_name
@@ -86,6 +89,8 @@ class HACPOAgent(GRPOTrainer):
         self.num_agents = num_agents
         self.residency = residency
         self.turns = turns or Turns()
+        self.publisher = publisher
+        self.base = find_base(model, args)  # what it started from, for its card and repository
         self._plan: list[list[Row]] = []
         self._silent: list[Counter[int]] = []
         self._graded: dict[str, Any] | None = None
@@ -545,6 +550,24 @@ class HACPOAgent(GRPOTrainer):
         """See `Trainer.save_model`."""
         self.activate()
         super().save_model(output_dir, _internal_call)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Opens this agent's repository; see `HACPOTrainer.init_hf_repo`."""
+        if self.publisher is None:
+            super().init_hf_repo(token, private)
+        elif self.is_world_process_zero():
+            self.hub_model_id = self.publisher.open(self.agent_name, token, private)
+
+    def push_to_hub(self, *args, **kwargs) -> Any:
+        """Agents are pushed by their team.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"agent {self.agent_name!r} is pushed with its team, whose members its card names: use the trainer's "
+            "push_to_hub()."
+        )
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """See `Trainer.evaluate`."""

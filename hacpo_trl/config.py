@@ -19,14 +19,14 @@ from .objective import BASELINES, peer_clip_lower
 METHODS = ("hacpo", "naive", "gspo", "grpo")
 
 # Settings that act on HACPO's own terms only: another method does not read them.
-_HACPO_ONLY = (
+HACPO_ONLY = (
     "alpha",
     "peer_clip_delta",
     "peer_clip_step",
     "baseline",
     "capability_coefficient",
 )
-_SHARED_ONLY = (
+SHARED_ONLY = (
     "peer_advantages",
     "rollout_order",
     "length_normalization",
@@ -114,6 +114,8 @@ class HACPOConfig(GRPOConfig):
             `vllm_importance_sampling_correction` this saves a forward pass over the own responses, which then compare
             with the sampler, too; with it the own responses keep the trainer's, and the correction. A response with
             any log-probability that is not finite takes the trainer's, with a correction of 1.
+        hub_base_model_id: the Hub id of the model that an agent started from, for its card and, with LoRA, for its
+            adapter, where it was loaded from a local folder. For single agents in `agent_overrides`.
         agent_overrides: other settings for single agents, by name:
             `{"llama-3b": {"learning_rate": 5e-7, "chat_template_kwargs": {...}}}`.
 
@@ -262,6 +264,9 @@ class HACPOConfig(GRPOConfig):
             "help": "Whose log-probabilities peers compare with: the source's 'trainer' or 'sampler' (vLLM).",
             "choices": ("trainer", "sampler"),
         },
+    )
+    hub_base_model_id: str | None = field(
+        default=None, metadata={"help": "Hub id of the model that an agent started from, if loaded from a folder."}
     )
     agent_overrides: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Other settings for single agents, by name (JSON on the command line)."}
@@ -474,7 +479,7 @@ class HACPOConfig(GRPOConfig):
     def _warn_of_idle_settings(self) -> None:
         if self.method == "hacpo":
             return
-        idle = _HACPO_ONLY + (() if self.shares_rollouts else _SHARED_ONLY)
+        idle = HACPO_ONLY + (() if self.shares_rollouts else SHARED_ONLY)
         changed = [name for name in idle if getattr(self, name) != _default(name)]
         if changed:
             verb = "has" if len(changed) == 1 else "have"

@@ -15,6 +15,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from .config import HACPOConfig
 from .data import INSTRUCTION, load_problems, to_prompts
 from .rewards import math_reward
+from .sharing import check_sharing
 from .team import check_models, resolve_names
 from .trainer import HACPOTrainer
 
@@ -100,9 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         quantization_configs=quantization,
         agent_names=script.agent_names,
     )
+    if not os.path.exists(script.dataset):
+        trainer.card_details["dataset_name"] = script.dataset
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
-    trainer.save_model()
+    if args.push_to_hub:
+        for name, commit in zip(trainer.agent_names, trainer.push_to_hub(), strict=False):
+            print(f"Pushed: {name} to {commit.commit_url}")
+    else:
+        trainer.save_model()
     print("Saved: " + ", ".join(f"{args.output_dir}/{name}" for name in trainer.agent_names))
     return 0
 
@@ -124,6 +131,8 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     count = len(names)
     args.check_agents(names)
     configs = [args.for_agent(name, leader=i == 0, index=i) for i, name in enumerate(names)]
+    adapters = [get_peft_config(model_args)] * count
+    repositories = check_sharing(script.models, names, args, configs, adapters)
     check_models(script.models, names, configs)
 
     processes = args.world_size
@@ -175,4 +184,7 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
         if args.max_steps > 0:
             rounds = args.max_steps // updates
         lines.append(f"{problems} problems, {rounds} rounds, {rounds * updates} updates of an agent")
+    if args.push_to_hub:
+        pushed = ", ".join(f"{name} to {repository}" for name, repository in zip(names, repositories, strict=True))
+        lines.append(f"pushed to the Hub: {pushed}")
     return "\n".join(lines)

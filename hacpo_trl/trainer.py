@@ -2,17 +2,21 @@
 
 import contextlib
 import functools
+import inspect
 import json
 import math
 import os
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
+from huggingface_hub import CommitInfo
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
@@ -23,6 +27,7 @@ from trl.trainer.utils import get_config_model_id
 from ._contract import check_versions
 from .agent import HACPOAgent, Shares
 from .capability import CapabilityTracker
+from .card import read_accuracies, write_card
 from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
 from .config import HACPOConfig
 from .loading import share_bases, shared_tensors
@@ -31,6 +36,7 @@ from .offload import Residency
 from .page import RUN_FILE
 from .progress import RoundProgress
 from .rollouts import Rollout
+from .sharing import Publisher, check_bases, check_sharing, push_checkpoint
 from .team import (
     check_dataset,
     check_models,
@@ -111,17 +117,13 @@ class HACPOTrainer(HACPOAgent):
                 "FSDP is not supported: accelerate has one FSDP plugin a process, a team needs one for each agent. "
                 "Use DeepSpeed: accelerate launch --config_file examples/configs/zero3.yaml ..."
             )
-        if args.push_to_hub:
-            raise ValueError(
-                "push_to_hub=True is not supported yet: save_model() writes a folder for every agent, which "
-                "huggingface_hub.upload_folder uploads as it is."
-            )
         count = len(models)
         adapters = resolve_peft_configs(peft_configs, models, names)
         quantizations = per_agent(quantization_configs, count, "quantization_configs")
         optimizers = resolve_optimizers(optimizers, count)
         if args.offload_inactive_agents:
             check_offload(configs, quantizations)
+        repositories = check_sharing(models, names, args, configs, adapters)
         check_models(models, names, configs)
         tokenizers = load_tokenizers(
             models, per_agent(processing_classes, count, "processing_classes"), names, configs
@@ -149,6 +151,11 @@ class HACPOTrainer(HACPOAgent):
         self._checkpoint_dir: str | None = None
         self._eval_prefix = ""
         self._peer_evaluations: dict[str, dict[str, float]] = {}
+        self.card_details: dict[str, Any] = {}  # what cards say beyond what is known, see `create_model_card`
+        self.publisher = Publisher(args.output_dir, names, repositories, configs)
+        if args.push_to_hub and args.process_index == 0:
+            for name in names:
+                self.publisher.open(name)
 
         turns = Turns()
 
@@ -165,6 +172,7 @@ class HACPOTrainer(HACPOAgent):
                 "num_agents": count,
                 "residency": residency,
                 "turns": turns,
+                "publisher": self.publisher,
             }
 
         models = share_bases(models, adapters, quantizations, configs)
@@ -513,32 +521,148 @@ class HACPOTrainer(HACPOAgent):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes every agent into `output_dir/<name>`, a folder that AutoModelForCausalLM and AutoTokenizer load.
 
+        With `push_to_hub=True` it pushes them, too.
+
         Args:
             output_dir: by default the run's.
+
+        Raises:
+            ConnectionError: see `push_to_hub`.
         """
         output_dir = self.args.output_dir if output_dir is None else output_dir
+        self._save_agents(output_dir, check_tokenizers=not _internal_call)
+        if self.args.push_to_hub and not _internal_call and self.is_world_process_zero():
+            self.publisher.push(self.agents, output_dir, commit_message="Model save")
+
+    def _save_agents(self, output_dir: str, *, check_tokenizers: bool) -> None:
         for agent in self.agents:
             folder = os.path.join(output_dir, agent.agent_name)
-            save = super().save_model if agent is self else agent.save_model
             with atomic_folder(folder, self.accelerator) as unfinished:
-                save(unfinished, _internal_call=True)
-                self._write_card(agent, unfinished)
-            if self.args.should_save and not _internal_call:
+                HACPOAgent.save_model(agent, unfinished, _internal_call=True)
+                if self.is_world_process_zero():
+                    write_card(self, agent, unfinished)
+            if self.args.should_save and check_tokenizers:
                 check_tokenizer(agent.processing_class, folder, agent.agent_name)
 
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Writes nothing: the run's folder is no model. `save_model` puts a card into each agent's folder."""
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        *,
+        license: str | None = None,
+        language: str | list[str] | None = None,
+        accuracies: Any = None,
+    ) -> None:
+        """Writes `output_dir/<name>/README.md` for every agent. Needs no network.
 
-    @staticmethod
-    def _write_card(agent: HACPOAgent, folder: str) -> None:
-        base = get_config_model_id(agent.model.config)
-        if not base or os.path.isdir(base):
-            return  # a card would have to name the model that it started from
-        output_dir, agent.args.output_dir = agent.args.output_dir, folder
-        try:
-            GRPOTrainer.create_model_card(agent, model_name=agent.agent_name)
-        finally:
-            agent.args.output_dir = output_dir
+        What is given here is remembered for all cards that are written later, with the saved agents.
+
+        Args:
+            model_name: title of the cards, "<model_name>-<agent>"; by default the repository's name.
+            dataset_name: ids on the Hub of the data; by default found out where the data set knows them.
+            tags: further ones.
+            license: of the agents, such as "apache-2.0"; by default none is named.
+            language: codes, such as "en".
+            accuracies: {agent: {benchmark: accuracy, or (before, after)}}, or a results file of `hacpo evaluate`.
+
+        Raises:
+            ValueError: for accuracies of agents that there are not, or that are no numbers.
+        """
+        if self._checkpoint_dir is not None:
+            return  # the cards of a checkpoint are written with its agents
+        self._note_details(
+            model_name=model_name,
+            dataset_name=dataset_name,
+            tags=tags,
+            license=license,
+            language=language,
+            accuracies=accuracies,
+        )
+        if self.is_world_process_zero():
+            for agent in self.agents:
+                folder = os.path.join(self.args.output_dir, agent.agent_name)
+                os.makedirs(folder, exist_ok=True)
+                write_card(self, agent, folder)
+
+    def _note_details(self, **details: Any) -> None:
+        if details.get("accuracies") is not None:
+            details["accuracies"] = read_accuracies(details["accuracies"], self.agent_names)
+        self.card_details.update({key: value for key, value in details.items() if value is not None})
+
+    # -- the Hub --------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Opens the repository of every agent; see `Trainer.init_hf_repo`.
+
+        Args:
+            token: by default each agent's `hub_token`.
+            private: whether new ones are private; by default each agent's `hub_private_repo`.
+
+        Raises:
+            ConnectionError: naming agent and repository when the Hub refuses.
+        """
+        for agent in self.agents:
+            HACPOAgent.init_hf_repo(agent, token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ) -> list[CommitInfo] | list[Future]:
+        """Saves every agent and pushes it, with a model card, to a repository of its own.
+
+        The repository is `hub_model_id` with "-<agent>" behind it, or the agent's own `hub_model_id` in
+        `agent_overrides`, or by default "<name of output_dir>-<agent>". What continues a run (optimizer, settings) is
+        not pushed.
+
+        Args:
+            commit_message: of every agent's commit.
+            blocking: whether to wait for the uploads.
+            token: by default `hub_token`, or the one that `hf auth login` saved.
+            revision: the branch, made where it is missing; by default `hub_revision`, or "main".
+            private: whether new repositories are private; by default `hub_private_repo`.
+            **kwargs: for the cards, see `create_model_card`.
+
+        Returns:
+            The commit of every agent; with `blocking=False` futures of them. Empty on other than the main process.
+
+        Raises:
+            ConnectionError: naming the agent, its repository and what was pushed before.
+            ValueError: for an adapter on a base that nobody else can load, before anything is pushed.
+        """
+        _check_details(kwargs)
+        check_bases(
+            self.agent_names,
+            [agent.base for agent in self.agents],
+            [is_peft_model(agent.model) for agent in self.agents],
+        )
+        self._note_details(**kwargs)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.init_hf_repo(token, private)
+        self._save_agents(self.args.output_dir, check_tokenizers=True)
+        if not self.is_world_process_zero():
+            return []
+        return self.publisher.push(
+            self.agents,
+            self.args.output_dir,
+            commit_message=commit_message,
+            token=token,
+            revision=revision,
+            blocking=blocking,
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        """Nothing yet: the checkpoint is not whole. `_save_checkpoint` pushes it."""
+
+    def _finish_current_push(self):
+        self.publisher.reap(wait=True)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial):
         return self._checkpoint_dir or super()._get_output_dir(trial)
@@ -557,6 +681,8 @@ class HACPOTrainer(HACPOAgent):
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(unfinished, TRAINER_STATE_NAME))
                 write_team_state(unfinished, self)
+        if self.args.push_to_hub and self.is_world_process_zero():
+            push_checkpoint(self, folder)
         if self.args.should_save:
             rotate_checkpoints(
                 output_dir=run_dir,
@@ -587,6 +713,13 @@ class HACPOTrainer(HACPOAgent):
             agent.state.best_model_checkpoint = self._folder(best, agent.agent_name)
             load()
         self.state.best_model_checkpoint = best
+
+
+def _check_details(details: dict[str, Any]) -> None:
+    known = [name for name in inspect.signature(HACPOTrainer.create_model_card).parameters if name != "self"]
+    unknown = sorted(details.keys() - set(known))
+    if unknown:
+        raise TypeError(f"push_to_hub does not know {', '.join(unknown)}; cards take {', '.join(known)}.")
 
 
 @contextlib.contextmanager

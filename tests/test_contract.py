@@ -65,6 +65,8 @@ def test_nothing_of_the_parent_is_hidden_by_accident():
                     "log",
                     "save_model",
                     "create_model_card",
+                    "init_hf_repo",
+                    "push_to_hub",
                     "get_train_dataloader",
                     "training_step",
                 }

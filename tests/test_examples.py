@@ -53,6 +53,7 @@ def test_dry_run_prints_the_plan(tmp_path):
         "train", "--dry_run", "--models", shipped_agent("tiny-char"), shipped_agent("tiny-bpe"), "--output_dir", "out",
         "--dataset", "train.jsonl", "--use_cpu", "--num_generations", "4", "--per_device_train_batch_size", "4",
         "--gradient_accumulation_steps", "2", "--agent_overrides", '{"tiny-bpe": {"learning_rate": 5e-7}}',
+        "--push_to_hub", "--hub_model_id", "me/team",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -68,6 +69,7 @@ def test_dry_run_prints_the_plan(tmp_path):
     assert "2 on its own responses" in done.stdout and "at most: 32 of each agent" in done.stdout
     assert "tiny-bpe" in done.stdout and "5e-07" in done.stdout
     assert "16 problems, 4 rounds, 16 updates of an agent" in done.stdout
+    assert "pushed to the Hub: tiny-char to me/team-tiny-char, tiny-bpe to me/team-tiny-bpe" in done.stdout
     assert not (tmp_path / "out").exists()
 
 
