@@ -108,14 +108,23 @@ SETTINGS: dict[str, Setting] = {
     "four": Setting(
         ("llama", "olmo-early", "llama-add", "olmo-sub"),
         "a team of four",
-        without=("own", "positive", "own-positive", "min-variance", "shared-length", "shuffled", "wide"),
+        without=(
+            "own",
+            "positive",
+            "own-positive",
+            "positive-wide",
+            "min-variance",
+            "shared-length",
+            "shuffled",
+            "wide",
+        ),
     ),
     "apart": Setting(
         ("llama-only-add", "olmo-only-sub"),
         "each has never seen what the other can do",
         rounds=48,
         without=tuple("gspo-x2 grpo naive no-baseline no-coefficient no-alpha no-tightening no-clip".split())
-        + ("min-variance", "wide", "shuffled", "shared-length"),
+        + ("min-variance", "wide", "positive-wide", "shuffled", "shared-length"),
     ),
 }
 
@@ -165,6 +174,9 @@ ARMS: dict[str, Arm] = {
         "own baseline, peers' successes only, delta 0.6",
         {"baseline": "own", "peer_advantages": "positive", "peer_clip_delta": 0.6},
         seeds=5,
+    ),
+    "positive-wide": Arm(
+        "candidate", "peers' successes only, delta 0.6", {"peer_advantages": "positive", "peer_clip_delta": 0.6}
     ),
     "wide": Arm("candidate", "delta 0.6", {"peer_clip_delta": 0.6}),
     "shuffled": Arm("candidate", "own and peers' responses mixed", {"rollout_order": "shuffled"}),
