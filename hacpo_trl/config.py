@@ -581,6 +581,7 @@ class HACPOConfig(GRPOConfig):
             changes["output_dir"] = os.path.join(self.output_dir, name)
             changes["report_to"] = "none"
             changes["disable_tqdm"] = True
+            changes["log_completions"] = False  # the leader writes one table for all
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to warn of was said for the whole team

@@ -24,6 +24,7 @@ from ._contract import check_versions
 from .agent import HACPOAgent, Shares
 from .capability import CapabilityTracker
 from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
+from .completions import CompletionTables
 from .config import HACPOConfig
 from .loading import share_bases, shared_tensors
 from .objective import capability_aware_advantages
@@ -192,9 +193,10 @@ class HACPOTrainer(HACPOAgent):
                 )
             peer.remove_callback(DefaultFlowCallback)
             self.agents.append(peer)
-            if args.should_save and not args.log_completions:
+            if args.should_save:
                 with contextlib.suppress(OSError):  # it makes its folder long before there is something to put into it
                     os.rmdir(configs[i].output_dir)
+        self.completions = CompletionTables(self) if args.log_completions else None
         if self.is_deepspeed_enabled:
             plugins = {agent.agent_name: agent.args.deepspeed_plugin for agent in self.agents}
             AcceleratorState().deepspeed_plugins = plugins
@@ -236,6 +238,8 @@ class HACPOTrainer(HACPOAgent):
             self._skip_epochs = self._finished_epochs(state["global_step"])
             if state["global_step"] >= self._total_steps():
                 return self._load_finished(resume_from_checkpoint, state["global_step"])
+        if self.completions is not None:
+            self.completions.begin_run(state["global_step"] // self.updates_per_round if resume_from_checkpoint else 0)
         self._write_run_file()
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.save_state()
@@ -333,6 +337,8 @@ class HACPOTrainer(HACPOAgent):
         return loss
 
     def _start_round(self, inputs: list[dict[str, Any]]) -> None:
+        if self.completions is not None:
+            self.completions.begin_round()
         if self.residency is None:
             rollouts = self.turns.run([functools.partial(agent.sample, inputs) for agent in self.agents])
         else:  # handing the turn on would bring an agent's states to the device and back once more
@@ -344,6 +350,8 @@ class HACPOTrainer(HACPOAgent):
         self._check_max_reward(rewards)
 
         advantages = self._advantages(rewards)  # (N learners, N sources, B * G)
+        if self.completions is not None:
+            self.completions.write(rollouts, advantages.diagonal().T)
         local = len(rollouts[0])
         start = self.accelerator.process_index * local
         coefficients = 1.0 / self.capability.ratios()  # (N learners, N sources)
@@ -351,8 +359,6 @@ class HACPOTrainer(HACPOAgent):
             coefficients = torch.ones_like(coefficients)
         for k, agent in enumerate(self.agents):
             agent.open_round()
-            agent._logs["advantages"].clear()
-            agent._logs["advantages"].extend(advantages[k, k].tolist())
             shares = agent.begin_round(rollouts, advantages[k][:, start : start + local], coefficients[k])
             self._log_round(agent, rollouts, shares)
 
@@ -463,8 +469,6 @@ class HACPOTrainer(HACPOAgent):
             if agent is not self:
                 metrics.clear()
                 agent.state.epoch = self.state.epoch
-                if agent.log_completions:
-                    agent.log({})  # writes its table of completions
         team = {key: [_nanmean(values)] for key, values in sums.items()}
         team.update({f"time/{key}": [value] for key, value in seconds.items()})
         return {**team, **gathered, **pairs}
