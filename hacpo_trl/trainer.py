@@ -59,7 +59,7 @@ class HACPOTrainer(HACPOAgent):
             is graded once.
         args: settings, by default `HACPOConfig("hacpo_output")`.
         train_dataset: prompts in the column "prompt" (texts or chats); all other columns go to the reward functions.
-        eval_dataset: see `GRPOTrainer`; every agent is evaluated alone.
+        eval_dataset: see `GRPOTrainer`, one or several by name; every agent is evaluated alone.
         processing_classes: tokenizers, one per agent; None (also in the list) loads the model's.
         reward_processing_classes: see `GRPOTrainer`.
         callbacks: see `Trainer`; they see the leader's steps, and the logs of all agents.
@@ -491,11 +491,21 @@ class HACPOTrainer(HACPOAgent):
 
         Returns:
             "eval_<agent>/<metric>" of all agents and "eval_reward", the team's mean. With several data sets the data
-            set's name stands behind "eval_".
+            set's name stands behind "eval_", and "eval_reward", "eval_loss" and "eval_<agent>/reward" are the means
+            over the data sets, each of which counts the same.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
+            means = {}
+            for key in ("loss", "reward", *(f"{name}/reward" for name in self.agent_names)):
+                values = [metrics.get(f"{metric_key_prefix}_{name}_{key}") for name in dataset]
+                if any(value is not None for value in values):
+                    means[f"{metric_key_prefix}_{key}"] = _nanmean(values)
+            super().log(means)
+            # Callbacks such as EarlyStoppingCallback look for the metric that tells the best model
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, means)
+            return {**metrics, **means}
         self._peer_evaluations = {}
         for peer in self.agents[1:]:
             peer.state.epoch = self.state.epoch
