@@ -3,12 +3,14 @@
 Writes what happened as JSON, with the slowest strings and the graders' peak of memory. Exits with 1 when a call
 raised, a grader process died, a string took longer than its limit or a sane answer was judged wrongly in between. A
 string that reaches the limit is no failure: its score is 0. The strings depend on the seed only (tests/hostile.py).
+Ctrl-C writes what is known so far, and `--start` goes on from there.
 
-    python benchmarks/fuzz_rewards.py [--count 100000] [--seed 0] [--limit 5] [--output fuzz_rewards.json]
+    python benchmarks/fuzz_rewards.py [--count 100000] [--seed 0] [--limit 5]
 """
 
 import argparse
 import heapq
+import itertools
 import json
 import resource
 import sys
@@ -22,12 +24,13 @@ from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from hostile import cases
+from hostile import Case, cases
 
 from hacpo_trl import rewards
 
 GRACE = 1.0
-"""Seconds above the limit that ending a process may take on a busy machine."""
+"""Seconds above the limit that ending a process may take. A string that takes longer is tried again: on a busy machine
+a process may be ended late."""
 
 
 class TimedWorker(rewards._Worker):
@@ -45,13 +48,14 @@ class TimedWorker(rewards._Worker):
                 self.seconds.append(time.perf_counter() - started)
 
 
-def fuzz(count: int, seed: int = 0, limit: float = 5.0, progress: bool = True) -> dict[str, Any]:
-    """Judges `count` strings one by one.
+def fuzz(count: int, seed: int = 0, limit: float = 5.0, start: int = 0, progress: bool = True) -> dict[str, Any]:
+    """Judges `count` strings one by one, or as many as there were before Ctrl-C.
 
     Args:
         count: how many strings.
         seed: of the strings.
         limit: seconds that a string may take.
+        start: how many strings of this seed are left out at the start.
         progress: whether to show a bar.
 
     Returns:
@@ -64,50 +68,66 @@ def fuzz(count: int, seed: int = 0, limit: float = 5.0, progress: bool = True) -
     slowest: list[tuple[float, int, dict[str, Any]]] = []
     scores: Counter[str] = Counter()
     by_kind: dict[str, list[float]] = {}
-    under_1_ms = timeouts = wrong_checks = 0
+    under_1_ms = timeouts = wrong_checks = done = 0
     started = time.perf_counter()
-
-    def short(case) -> dict[str, Any]:
-        return {"kind": case.kind, "gold": ascii(case.gold[:120]), "text": ascii(case.text[:200])}
 
     with warnings.catch_warnings(), rewards.MathVerifier(timeout=limit, workers=1) as verifier:
         warnings.simplefilter("ignore")
+
+        def judge(case: Case) -> float | None:
+            TimedWorker.seconds.clear()
+            verifier._bad_golds.clear()  # every string is judged, also for the second time
+            return verifier.score([case.gold], [case.text])[0]
+
+        strings = itertools.islice(cases(start + count, seed), start, None)
         try:
-            for number, case in enumerate(tqdm(cases(count, seed), total=count, unit="string", disable=not progress)):
+            for number, case in enumerate(tqdm(strings, total=count, unit="string", disable=not progress), start):
                 if number % 1000 == 0:  # what came before must not have spoiled the grader
                     checks = verifier.score(["72", "72"], [r"\boxed{72}", r"\boxed{73}"])
                     wrong_checks += checks != [1.0, 0.0]
-                TimedWorker.seconds.clear()
+                about = {
+                    "number": number,
+                    "kind": case.kind,
+                    "gold": ascii(case.gold[:120]),
+                    "text": ascii(case.text[:200]),
+                }
                 workers, before = set(verifier._live), verifier.timeouts
                 try:
-                    score = verifier.score([case.gold], [case.text])[0]
+                    score = judge(case)
+                    longest = max(TimedWorker.seconds, default=0.0)
+                    seconds = sum(TimedWorker.seconds)
+                    timed_out = verifier.timeouts > before
+                    if workers and workers != set(verifier._live) and not timed_out:
+                        crashes.append({**about, "error": "the grader process died"})
+                    if longest > limit + GRACE:
+                        judge(case)
+                        if max(TimedWorker.seconds, default=0.0) > limit + GRACE:
+                            over.append({**about, "seconds": round(longest, 3)})
                 except Exception as error:
-                    crashes.append({**short(case), "error": f"{type(error).__name__}: {error}"[:300]})
-                    continue
-                timed_out = verifier.timeouts > before
-                timeouts += timed_out
-                if workers != set(verifier._live) and workers and not timed_out:
-                    crashes.append({**short(case), "error": "the grader process died"})
-                scores[str(score)] += 1
-                seconds = sum(TimedWorker.seconds)
-                under_1_ms += seconds < 1e-3
-                total = by_kind.setdefault(case.kind, [0, 0.0])
-                total[0] += 1
-                total[1] += seconds
-                if max(TimedWorker.seconds, default=0.0) > limit + GRACE:
-                    over.append({**short(case), "seconds": round(seconds, 3)})
-                entry = (seconds, number, {**short(case), "seconds": round(seconds, 3)})
-                (heapq.heappush if len(slowest) < 10 else heapq.heappushpop)(slowest, entry)
+                    crashes.append({**about, "error": f"{type(error).__name__}: {error}"[:300]})
+                else:
+                    timeouts += timed_out
+                    scores[str(score)] += 1
+                    under_1_ms += seconds < 1e-3
+                    total = by_kind.setdefault(case.kind, [0, 0.0])
+                    total[0] += 1
+                    total[1] += seconds
+                    entry = (seconds, number, {**about, "seconds": round(seconds, 3)})
+                    (heapq.heappush if len(slowest) < 10 else heapq.heappushpop)(slowest, entry)
+                done += 1
+        except KeyboardInterrupt:
+            pass
         finally:
             rewards._Worker = plain_worker
     elapsed = time.perf_counter() - started
     unit = 1 if sys.platform == "darwin" else 1024
     return {
-        "count": count,
+        "count": done,
+        "start": start,
         "seed": seed,
         "limit": limit,
         "seconds": round(elapsed, 1),
-        "strings_per_second": round(count / elapsed, 1),
+        "strings_per_second": round(done / elapsed, 1),
         "crashes": len(crashes),
         "over_the_limit": len(over),
         "wrong_checks": wrong_checks,
@@ -129,9 +149,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=5.0, help="seconds that a string may take")
+    parser.add_argument("--start", type=int, default=0, help="strings of this seed to leave out")
     parser.add_argument("--output", default="fuzz_rewards.json")
     options = parser.parse_args()
-    result = fuzz(options.count, options.seed, options.limit)
+    result = fuzz(options.count, options.seed, options.limit, options.start)
     with open(options.output, "w", encoding="utf-8") as file:
         json.dump(result, file, indent=2)
     shown = {key: value for key, value in result.items() if key not in ("slowest", "failures", "by_kind")}
