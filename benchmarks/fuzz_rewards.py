@@ -34,18 +34,20 @@ a process may be ended late."""
 
 
 class TimedWorker(rewards._Worker):
-    """A grader process that remembers how long its answers took."""
+    """A grader process that remembers how long its answers took, and whether it died without being ended."""
 
     seconds: list[float] = []
+    deaths: list[int] = []
 
     def exchange(self, message, seconds, lines):
         """See `_Worker.exchange`; the start of a process is no answer."""
         started = time.perf_counter()
-        try:
-            return super().exchange(message, seconds, lines)
-        finally:
-            if message is not None:
-                self.seconds.append(time.perf_counter() - started)
+        replies, expired = super().exchange(message, seconds, lines)
+        if message is not None:
+            self.seconds.append(time.perf_counter() - started)
+            if not expired and len(replies) < lines and not (replies and replies[-1].get("gold") is False):
+                self.deaths.append(self.process.pid)
+        return replies, expired
 
 
 def fuzz(count: int, seed: int = 0, limit: float = 5.0, start: int = 0, progress: bool = True) -> dict[str, Any]:
@@ -76,6 +78,7 @@ def fuzz(count: int, seed: int = 0, limit: float = 5.0, start: int = 0, progress
 
         def judge(case: Case) -> float | None:
             TimedWorker.seconds.clear()
+            TimedWorker.deaths.clear()
             verifier._bad_golds.clear()  # every string is judged, also for the second time
             return verifier.score([case.gold], [case.text])[0]
 
@@ -91,13 +94,13 @@ def fuzz(count: int, seed: int = 0, limit: float = 5.0, start: int = 0, progress
                     "gold": ascii(case.gold[:120]),
                     "text": ascii(case.text[:200]),
                 }
-                workers, before = set(verifier._live), verifier.timeouts
+                before = verifier.timeouts
                 try:
                     score = judge(case)
                     longest = max(TimedWorker.seconds, default=0.0)
                     seconds = sum(TimedWorker.seconds)
                     timed_out = verifier.timeouts > before
-                    if workers and workers != set(verifier._live) and not timed_out:
+                    if TimedWorker.deaths:
                         crashes.append({**about, "error": "the grader process died"})
                     if longest > limit + GRACE:
                         judge(case)

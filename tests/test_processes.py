@@ -110,7 +110,7 @@ def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
         assert len(keys) > 5
         for key in keys:
             assert ours[key] == pytest.approx(theirs[key], abs=2e-4), key
-    assert [len(table) for table in report["completions"]] == [2 * 32] * 3
+    assert [len(table) for table in report["completions"]] == [2 * 16] * 3
     for ours, theirs in zip(report["completions"], expected_report["completions"], strict=True):
         pandas.testing.assert_frame_equal(ours, theirs, check_exact=False, atol=1e-5)
 

@@ -397,23 +397,26 @@ def test_random_and_hostile_strings():
 
 
 def test_the_fuzz_finds_what_is_wrong(monkeypatch):
-    """A grader that dies, one that is slow to be killed, and a call that raises are all counted."""
-    judge = rewards._Worker.exchange
+    """A grader that dies, a call that raises and a string that takes too long are all counted."""
+    exchange, calls = rewards._Worker.exchange, []
 
     def broken(self, message, seconds, lines):
-        kind = None if message is None else len(broken.calls) % 3
         if message is not None and message["gold"] != "72":  # not the sane checks in between
-            broken.calls.append(kind)
-            if kind == 0:
+            calls.append(message)
+            if len(calls) % 4 == 1:  # the next call is the same string, for the second time
                 self.process.kill()
-            elif kind == 1:
+            elif len(calls) % 4 == 3:
                 raise OverflowError("too large")
-        return judge(self, message, seconds, lines)
+        return exchange(self, message, seconds, lines)
 
-    broken.calls = []
-    monkeypatch.setattr(rewards._Worker, "exchange", broken)
-    monkeypatch.setattr(fuzz_rewards, "GRACE", -1.0)
-    result = fuzz(20, seed=0, limit=1.0, progress=False)
-    assert result["crashes"] and result["over_the_limit"]
-    errors = {failure.get("error") for failure in result["failures"]}
-    assert {"the grader process died", "OverflowError: too large"} <= errors
+    with monkeypatch.context() as patched:
+        patched.setattr(rewards._Worker, "exchange", broken)
+        result = fuzz(20, limit=5.0, progress=False)
+    assert {failure["error"] for failure in result["failures"]} == {
+        "the grader process died",
+        "OverflowError: too large",
+    }
+    assert result["crashes"] == len(result["failures"]) and result["over_the_limit"] == 0
+    monkeypatch.setattr(fuzz_rewards, "GRACE", -5.0)
+    result = fuzz(3, limit=5.0, start=2, progress=False)
+    assert result["over_the_limit"] == 3 and [f["number"] for f in result["failures"]] == [2, 3, 4]
