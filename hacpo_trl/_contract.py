@@ -1,7 +1,7 @@
 """Every private name of TRL, transformers and accelerate that this package overrides, calls or reads, in one place.
 
-`tests/test_contract.py` fails with a sentence when one of them moves or takes other arguments, and when agent.py or
-trainer.py uses one that is not listed. `check_versions` warns when an untested release is installed.
+`tests/test_contract.py` fails with a sentence when one of them moves or takes other arguments, and when agent.py,
+completions.py or trainer.py uses one that is not listed. `check_versions` warns when an untested release is installed.
 """
 
 import warnings
@@ -70,7 +70,12 @@ VLLM_ATTRIBUTES = (
 # module -> functions and constants that are no public API
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "trl.data_utils": ("is_conversational",),
-    "trl.trainer.utils": ("create_model_from_path", "get_config_model_id", "is_async_callable"),
+    "trl.trainer.utils": (
+        "create_model_from_path",
+        "get_config_model_id",
+        "is_async_callable",
+        "print_prompt_completions_sample",
+    ),
     "transformers.trainer": ("TRAINER_STATE_NAME",),
     "transformers.trainer_utils": ("get_last_checkpoint", "rotate_checkpoints"),
 }

@@ -127,12 +127,14 @@ def parse_formula(formula: str) -> list[Any]:
     return parse(rf"\boxed{{{formula}}}", config, parsing_timeout=None) if formula else []
 
 
-def parse_prose(text: str) -> list[Any]:
-    """Let math-verify search a text for its last formula or number."""
+def parse_prose(text: str) -> tuple[list[Any], str]:
+    """Let math-verify search a text for its last formula or number: an expression or nothing, and it as written."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     config = [LatexExtractionConfig(), ExprExtractionConfig()]
-    return parse(text, config, fallback_mode="no_fallback", parsing_timeout=None)
+    parsed = parse(text, config, fallback_mode="first_match", parsing_timeout=None)
+    found = [part for part in parsed if not isinstance(part, str)]  # texts alone are never equal to an answer
+    return found, parsed[-1] if found and isinstance(parsed[-1], str) else ""
 
 
 @lru_cache(maxsize=256)
@@ -176,11 +178,12 @@ def judge(gold: list[Any], gold_text: str, text: str) -> tuple[bool, str]:
         text: The response.
 
     Returns:
-        Whether the answer in it equals the gold, and that answer as written.
+        Whether the answer in it equals the gold, and that answer as written; "" when there is none.
     """
     found, bare = find_answer(text)
     if not bare:
-        return is_equal(gold, parse_prose(found), scale="%" not in gold_text + found), found[-200:]
+        parsed, read = parse_prose(found)
+        return is_equal(gold, parsed, scale="%" not in gold_text + found), read[:200]
     formula = clean(found)
     bases = _BASE.fullmatch(clean(gold_text)), _BASE.fullmatch(formula)
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:  # math-verify drops the base: 52_8 would equal 52_9

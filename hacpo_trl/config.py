@@ -70,6 +70,8 @@ class HACPOConfig(GRPOConfig):
     `lr_scheduler_type="constant"`, `num_train_epochs=1`, `max_completion_length=4096`, and `steps_per_generation` is
     twice `gradient_accumulation_steps`, so that an agent makes two updates on each agent's responses in a round. bf16
     is on where a GPU has it. With `load_best_model_at_end` the team's mean reward tells the best, not the loss.
+    `log_completions` writes one table a round for the whole team, and prints only as many responses of each agent as
+    `num_completions_to_print` says (TRL: all).
 
     A *round* is: every agent samples `num_generations` responses to each prompt of the generation batch, then every
     agent is updated on the responses of all. One round of N agents has
@@ -650,6 +652,7 @@ class HACPOConfig(GRPOConfig):
             changes["output_dir"] = os.path.join(self.output_dir, name)
             changes["report_to"] = "none"
             changes["disable_tqdm"] = True
+            changes["log_completions"] = False  # the leader writes one table for all
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what there is to warn of was said for the whole team

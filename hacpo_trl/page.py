@@ -15,6 +15,7 @@ from typing import Any
 from .report import COLORS
 
 RUN_FILE = "hacpo_run.json"
+COMPLETIONS = "completions"  # the folder of the tables, see completions.py
 
 # metric -> title and unit of the curves
 _CURVES = {
@@ -69,7 +70,7 @@ def write_page(run_dir: str, output: str | None = None) -> str:
         ("Curves", _curves(history, agents)),
         ("Who learned from whom", _heat_maps(history, pairs) if pairs else _quiet("The agents shared nothing.")),
         ("Where the time went", _times(history)),
-        ("Right by one agent only", _lonely_successes(run_dir, agents)),
+        ("Right by one agent only", _lonely_successes(run_dir)),
         ("Settings", _settings(run)),
     ]
     body = "".join(f"<h2>{title}</h2>\n{content}\n" for title, content in sections)
@@ -110,6 +111,21 @@ def _load(run_dir: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             if history:
                 return history, run
     raise ValueError(f"{run_dir!r} has logged nothing yet: there is no trainer_state.json with a history.")
+
+
+def completion_tables(run_dir: str) -> dict[int, str]:
+    """The tables of what the agents wrote, see `hacpo_trl.completions`.
+
+    Args:
+        run_dir: the run's output folder.
+
+    Returns:
+        Round -> path, the first round first; nothing when no completions were kept.
+    """
+    folder = os.path.join(run_dir, COMPLETIONS)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    matches = [match for match in map(re.compile(r"round_(\d+)\.parquet").fullmatch, names) if match]
+    return dict(sorted((int(match[1]), os.path.join(folder, match[0])) for match in matches))
 
 
 def _rounds(history: Sequence[dict[str, Any]], agents: Sequence[str]) -> list[dict[str, Any]]:
@@ -210,43 +226,32 @@ def _times(history: Sequence[dict[str, Any]]) -> str:
     return f"<table>{rows}</table>"
 
 
-def _lonely_successes(run_dir: str, agents: Sequence[str], limit: int = 12) -> str:
+def _lonely_successes(run_dir: str, limit: int = 12) -> str:
     import pandas
 
-    tables = []
-    for i, agent in enumerate(agents):
-        folder = os.path.join(run_dir, "completions") if i == 0 else os.path.join(run_dir, agent, "completions")
-        files = sorted(os.listdir(folder))[-20:] if os.path.isdir(folder) else []
-        for number, name in enumerate(reversed(files)):
-            table = pandas.read_parquet(os.path.join(folder, name))
-            rewards = [c for c in table.columns if c not in ("step", "prompt", "completion", "advantage")]
-            numeric = [c for c in rewards if pandas.api.types.is_numeric_dtype(table[c])]
-            tables.append(
-                pandas.DataFrame(
-                    {
-                        "table": number,  # the agents' tables of a log, counted from the last one
-                        "agent": agent,
-                        "prompt": table["prompt"].map(_text),
-                        "completion": table["completion"].map(_text),
-                        "right": table[numeric].sum(axis=1) > 0,
-                    }
-                )
-            )
+    parts: list[str] = []
+    count = 0
+    tables = completion_tables(run_dir)
     if not tables:
         return _quiet("No completions were kept. Run with log_completions=True.")
-    everything = pandas.concat(tables, ignore_index=True)
-    parts = []
-    for (_, prompt), group in everything.groupby(["table", "prompt"], sort=False):
-        winners = group.loc[group["right"], "agent"].unique()
-        if len(winners) != 1 or group["agent"].nunique() < 2:
-            continue
-        parts.append(f"<p><b>only {html.escape(winners[0])}</b></p><pre>{html.escape(prompt)}</pre>")
-        for agent, answers in group.groupby("agent", sort=False):
-            best = answers.sort_values("right", ascending=False).iloc[0]
-            kind = "right" if best["right"] else "wrong"
-            parts.append(f'<pre class="{kind}">{html.escape(agent)}: {html.escape(best["completion"])}</pre>')
-        if len(parts) >= limit * (1 + len(agents)):
-            break
+    for number in reversed(tables):  # what the agents can do now, not at the start
+        table = pandas.read_parquet(tables[number], columns=["agent", "prompt", "completion", "reward"])
+        table["prompt"] = table["prompt"].map(_text)
+        table["right"] = table["reward"] > 0
+        for prompt, group in table.groupby("prompt", sort=False):
+            winners = group.loc[group["right"], "agent"].unique()
+            if len(winners) != 1 or group["agent"].nunique() < 2:
+                continue
+            parts.append(
+                f"<p><b>only {html.escape(winners[0])}</b>, round {number}</p><pre>{html.escape(prompt)}</pre>"
+            )
+            for agent, answers in group.groupby("agent", sort=False):
+                best = answers.sort_values("right", ascending=False).iloc[0]
+                kind = "right" if best["right"] else "wrong"
+                parts.append(f'<pre class="{kind}">{html.escape(agent)}: {html.escape(best["completion"])}</pre>')
+            count += 1
+            if count == limit:
+                return "".join(parts)
     return "".join(parts) or _quiet("In the kept completions there is no prompt that only one agent got right.")
 
 

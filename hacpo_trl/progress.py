@@ -1,6 +1,8 @@
 """What a person sees while a team trains: one bar, and one line a round."""
 
+import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -11,12 +13,15 @@ if TYPE_CHECKING:
 
 _PHASES = {"sampling": "sample", "grading": "grade", "reencoding": "re-encode", "updating": "update"}
 
+_RECENT = 20
+"""The time left is reckoned from this many rounds: later responses are longer or shorter than the first ones."""
+
 
 class RoundProgress(TrainerCallback):
     """Takes the place of the Trainer's bar and log print-outs: a line a round instead of a hundred numbers a step.
 
-    The line tells every agent's mean reward in the round, in brackets its capability, and where the time went. With
-    `disable_tqdm=True` the lines come without the bar.
+    The line tells every agent's mean reward in the round, in brackets its capability, where the time went and how much
+    of it is left. With `disable_tqdm=True`, and where the output is no terminal, the lines come without the bar.
 
     Args:
         trainer: the leader of the team.
@@ -26,7 +31,7 @@ class RoundProgress(TrainerCallback):
         self.trainer = trainer
         self.bar: tqdm | None = None
         self._timings: dict[str, float] = {}
-        self._started = 0.0
+        self._ends: deque[float] = deque(maxlen=_RECENT + 1)  # when the last rounds ended; the first entry: the start
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Opens the bar."""
@@ -34,33 +39,39 @@ class RoundProgress(TrainerCallback):
             return
         size = self.trainer.updates_per_round
         self._timings = self._totals()
-        self._started = time.perf_counter()
-        tqdm.write(
+        self._ends.clear()
+        self._ends.append(time.perf_counter())
+        _say(
             "Every round: each agent's mean reward, in brackets its capability P over the last "
-            f"{self.trainer.capability.window} rounds, then the seconds."
+            f"{self.trainer.capability.window} rounds, then the time of the round, what it went into, and what "
+            "is left of the run."
         )
+        notebook = "ipykernel" in sys.modules  # draws its own bars, and its stderr is no terminal
         self.bar = tqdm(
             total=-(-state.max_steps // size),
             initial=state.global_step // size,
             desc="rounds",
             unit="round",
             dynamic_ncols=True,
-            disable=args.disable_tqdm,
+            disable=args.disable_tqdm or not (notebook or sys.stderr.isatty()),
         )
 
     def on_step_end(self, args, state, control, **kwargs):
         """Prints a line behind each round."""
-        if self.bar is None or state.global_step % self.trainer.updates_per_round:
+        size = self.trainer.updates_per_round
+        if self.bar is None or state.global_step % size:
             return
         self.bar.update(1)
-        self.bar.write(self._line(state.global_step // self.trainer.updates_per_round))
+        _say(self._line(state.global_step // size, -(-state.max_steps // size)))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         """Prints every agent's reward in an evaluation."""
         if not state.is_world_process_zero or not metrics:
             return
-        rewards = [f"{key}={value:.3f}" for key, value in metrics.items() if key.endswith("reward")]
-        tqdm.write("evaluation: " + ", ".join(rewards))
+        rewards = [
+            f"{key}={value:.3f}" for key, value in metrics.items() if key.endswith("reward") and value is not None
+        ]
+        _say("evaluation: " + ", ".join(rewards))
 
     def on_train_end(self, args, state, control, **kwargs):
         """Closes the bar."""
@@ -71,7 +82,7 @@ class RoundProgress(TrainerCallback):
     def _totals(self) -> dict[str, float]:
         return {key: sum(agent.timings[key] for agent in self.trainer.agents) for key in _PHASES}
 
-    def _line(self, number: int) -> str:
+    def _line(self, number: int, rounds: int) -> str:
         trainer, now = self.trainer, time.perf_counter()
         capabilities = trainer.capability.capabilities.tolist()
         agents = "  ".join(
@@ -79,13 +90,36 @@ class RoundProgress(TrainerCallback):
             for name, reward, capability in zip(trainer.agent_names, trainer.round_rewards, capabilities, strict=True)
         )
         totals = self._totals()
-        spent = "  ".join(
-            f"{label} {totals[key] - self._timings[key]:.1f} s"
-            for key, label in _PHASES.items()
-            if totals[key] - self._timings[key] >= 0.05
-        )
-        other = now - self._started - sum(totals.values()) + sum(self._timings.values())
-        spent += f"  other {other:.1f} s" if other >= 0.5 else ""  # evaluating, saving, logging
-        line = f"round {number}: {agents} | {now - self._started:.1f} s: {spent}"
-        self._timings, self._started = totals, now
-        return line
+        seconds = {label: totals[key] - self._timings[key] for key, label in _PHASES.items()}
+        whole = now - self._ends[-1]
+        # Evaluating, saving, logging; several agents' phases can run at once and then take more than the whole
+        seconds["other"] = max(whole - sum(seconds.values()), 0.0)
+        spent = max(whole, sum(seconds.values())) or 1.0
+        shares = "  ".join(f"{name} {100 * s / spent:.0f} %" for name, s in seconds.items() if s / spent >= 0.005)
+        self._timings = totals
+        self._ends.append(now)
+        a_round = (now - self._ends[0]) / (len(self._ends) - 1)
+        left = f" | {duration(a_round * (rounds - number))} left" if number < rounds else ""
+        return f"round {number}/{rounds}: {agents} | {duration(whole)}: {shares}{left}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: "4.9 s", "1 min 40 s", "2 h 5 min", "3 d 4 h"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def _say(line: str) -> None:
+    """Prints above the bar, at once: where the output is a file or a pipe it would wait for more."""
+    tqdm.write(line)
+    sys.stdout.flush()

@@ -29,6 +29,7 @@ from .agent import HACPOAgent, Shares
 from .capability import CapabilityTracker
 from .card import read_accuracies, write_card
 from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
+from .completions import CompletionTables
 from .config import HACPOConfig
 from .loading import share_bases, shared_tensors
 from .objective import capability_aware_advantages
@@ -64,7 +65,7 @@ class HACPOTrainer(HACPOAgent):
             is graded once.
         args: settings, by default `HACPOConfig("hacpo_output")`.
         train_dataset: prompts in the column "prompt" (texts or chats); all other columns go to the reward functions.
-        eval_dataset: see `GRPOTrainer`; every agent is evaluated alone.
+        eval_dataset: see `GRPOTrainer`, one or several by name; every agent is evaluated alone.
         processing_classes: tokenizers, one per agent; None (also in the list) loads the model's.
         reward_processing_classes: see `GRPOTrainer`.
         callbacks: see `Trainer`; they see the leader's steps, and the logs of all agents.
@@ -200,9 +201,10 @@ class HACPOTrainer(HACPOAgent):
                 )
             peer.remove_callback(DefaultFlowCallback)
             self.agents.append(peer)
-            if args.should_save and not args.log_completions:
+            if args.should_save:
                 with contextlib.suppress(OSError):  # it makes its folder long before there is something to put into it
                     os.rmdir(configs[i].output_dir)
+        self.completions = CompletionTables(self) if args.log_completions else None
         if self.is_deepspeed_enabled:
             plugins = {agent.agent_name: agent.args.deepspeed_plugin for agent in self.agents}
             AcceleratorState().deepspeed_plugins = plugins
@@ -244,6 +246,8 @@ class HACPOTrainer(HACPOAgent):
             self._skip_epochs = self._finished_epochs(state["global_step"])
             if state["global_step"] >= self._total_steps():
                 return self._load_finished(resume_from_checkpoint, state["global_step"])
+        if self.completions is not None:
+            self.completions.begin_run(state["global_step"] // self.updates_per_round if resume_from_checkpoint else 0)
         self._write_run_file()
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         self.save_state()
@@ -341,6 +345,8 @@ class HACPOTrainer(HACPOAgent):
         return loss
 
     def _start_round(self, inputs: list[dict[str, Any]]) -> None:
+        if self.completions is not None:
+            self.completions.begin_round()
         if self.residency is None:
             rollouts = self.turns.run([functools.partial(agent.sample, inputs) for agent in self.agents])
         else:  # handing the turn on would bring an agent's states to the device and back once more
@@ -352,6 +358,8 @@ class HACPOTrainer(HACPOAgent):
         self._check_max_reward(rewards)
 
         advantages = self._advantages(rewards)  # (N learners, N sources, B * G)
+        if self.completions is not None:
+            self.completions.write(rollouts, advantages.diagonal().T)
         local = len(rollouts[0])
         start = self.accelerator.process_index * local
         coefficients = 1.0 / self.capability.ratios()  # (N learners, N sources)
@@ -359,8 +367,6 @@ class HACPOTrainer(HACPOAgent):
             coefficients = torch.ones_like(coefficients)
         for k, agent in enumerate(self.agents):
             agent.open_round()
-            agent._logs["advantages"].clear()
-            agent._logs["advantages"].extend(advantages[k, k].tolist())
             shares = agent.begin_round(rollouts, advantages[k][:, start : start + local], coefficients[k])
             self._log_round(agent, rollouts, shares)
 
@@ -471,8 +477,6 @@ class HACPOTrainer(HACPOAgent):
             if agent is not self:
                 metrics.clear()
                 agent.state.epoch = self.state.epoch
-                if agent.log_completions:
-                    agent.log({})  # writes its table of completions
         team = {key: [_nanmean(values)] for key, values in sums.items()}
         team.update({f"time/{key}": [value] for key, value in seconds.items()})
         return {**team, **gathered, **pairs}
@@ -495,11 +499,21 @@ class HACPOTrainer(HACPOAgent):
 
         Returns:
             "eval_<agent>/<metric>" of all agents and "eval_reward", the team's mean. With several data sets the data
-            set's name stands behind "eval_".
+            set's name stands behind "eval_", and "eval_reward", "eval_loss" and "eval_<agent>/reward" are the means
+            over the data sets, each of which counts the same.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, dict):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
+            means = {}
+            for key in ("loss", "reward", *(f"{name}/reward" for name in self.agent_names)):
+                values = [metrics.get(f"{metric_key_prefix}_{name}_{key}") for name in dataset]
+                if any(value is not None for value in values):
+                    means[f"{metric_key_prefix}_{key}"] = _nanmean(values)
+            super().log(means)
+            # Callbacks such as EarlyStoppingCallback look for the metric that tells the best model
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, means)
+            return {**metrics, **means}
         self._peer_evaluations = {}
         for peer in self.agents[1:]:
             peer.state.epoch = self.state.epoch

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 import torch
-from conftest import all_weights, config, dataset, team, weights
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from conftest import all_weights, config, dataset, digit_reward, team, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
 NAMES = ["char", "bpe"]
 RUN = {
@@ -165,6 +165,53 @@ def test_the_best_checkpoint_of_all_agents_is_loaded_at_the_end(agent_folders, t
     for agent in trainer.agents:
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{best}" / agent.agent_name)
         assert torch.equal(weights(saved), weights(agent.model))
+
+
+def test_the_best_over_several_data_sets_is_loaded_at_the_end(agent_folders, tmp_path):
+    """Of .4, .6 and .4, the means of the two sets' rewards; pooled by size they would be .33, .7 and .4."""
+    scores = {"a": {4: 0.2, 8: 0.9, 12: 0.4}, "b": {4: 0.6, 8: 0.3, 12: 0.4}}
+
+    def reward(completions, level, trainer_state, **kwargs):
+        if level[0] == "train":
+            return digit_reward(completions)
+        return [scores[level[0]][trainer_state.global_step]] * len(completions)
+
+    trainer = team(
+        agent_folders,
+        NAMES,
+        config(
+            tmp_path,
+            **{**RUN, "save_steps": 4, "max_rounds": 3},
+            eval_strategy="steps",
+            eval_steps=4,
+            per_device_eval_batch_size=4,
+            load_best_model_at_end=True,
+        ),
+        reward,
+        train_dataset=dataset(6, level="train"),
+        eval_dataset={"a": dataset(4, level="a"), "b": dataset(2, level="b")},
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    overall = {entry["step"]: entry for entry in history if "eval_reward" in entry}
+    assert list(overall) == [4, 8, 12]
+    for step, expected in {4: 0.4, 8: 0.6, 12: 0.4}.items():
+        assert overall[step]["eval_reward"] == pytest.approx(expected)
+        for agent in NAMES:
+            assert overall[step][f"eval_{agent}/reward"] == pytest.approx(expected)
+        for name in ("a", "b"):
+            each = [entry for entry in history if entry["step"] == step and f"eval_{name}_reward" in entry]
+            assert len(each) == 1
+            for key in (f"eval_{name}_reward", *(f"eval_{name}_{agent}/reward" for agent in NAMES)):
+                assert each[0][key] == pytest.approx(scores[name][step])
+    assert trainer.state.best_metric == pytest.approx(0.6)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-8")
+    for agent in trainer.agents:
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-8" / agent.agent_name)
+        assert torch.equal(weights(saved), weights(agent.model))
+    stopper = next(c for c in trainer.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback))
+    assert stopper.early_stopping_patience_counter == 1  # it has seen all three
 
 
 def test_saved_agents_are_ordinary_models(agent_folders, tmp_path):

@@ -41,7 +41,7 @@ def test_attributes_exist(agent_folders, tmp_path):
         assert hasattr(trainer, name), f"a trainer has no {name} any more"
 
 
-@pytest.mark.parametrize("file", ["agent.py", "trainer.py"])
+@pytest.mark.parametrize("file", ["agent.py", "completions.py", "trainer.py"])
 def test_every_private_name_is_listed(file):
     listed = {name for names in _contract.METHODS.values() for name in names} | set(_contract.ATTRIBUTES)
     source = ast.parse((ROOT / "hacpo_trl" / file).read_text())

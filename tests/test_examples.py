@@ -23,7 +23,7 @@ def run_script(name, *arguments, cwd):
 def test_quickstart(tmp_path):
     done = run_script("quickstart.py", "--rounds", 1, "--held_out", 8, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "tiny-char  greedy" in done.stdout and "round 1: tiny-char" in done.stdout
+    assert "tiny-char  greedy" in done.stdout and "round 1/1: tiny-char" in done.stdout
     assert (tmp_path / "quickstart_out" / "quickstart.png").stat().st_size > 10_000
     for name in ("tiny-char", "tiny-bpe"):
         assert (tmp_path / "quickstart_out" / name / "model.safetensors").exists()
@@ -41,7 +41,7 @@ def test_train_math_on_a_local_file(tmp_path):
     )
     done = run_script("train_math.py", "--config", "run.yaml", "--alpha", 0.5, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "plain text" in done.stdout and "round 1: a" in done.stdout
+    assert "plain text" in done.stdout and "round 1/1: a" in done.stdout
     assert (tmp_path / "out" / "a" / "model.safetensors").exists()
     assert (tmp_path / "out" / "b" / "tokenizer.json").exists()
 

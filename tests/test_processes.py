@@ -7,10 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from hacpo_trl.page import completion_tables
 
 WORKER = Path(__file__).parent / "team_worker.py"
 ROOT = Path(__file__).parent.parent
@@ -25,11 +28,12 @@ COMMON = {
     "learning_rate": 1e-2,
     "adam_epsilon": 1e-2,
     "max_rounds": 3,
+    "log_completions": True,
 }
 
 
 def run(folder, agent_folders, processes, *, launcher=(), expect=0, environment=None, **settings):
-    """Runs the worker; returns each agent's saved weights and the report."""
+    """Runs the worker; returns each agent's saved weights and the report, with its tables of completions."""
     folder.mkdir(parents=True, exist_ok=True)
     changes = dict(settings.pop("config", {}))
     rows = changes.pop("rows", 8)  # responses of a micro-batch on all processes together
@@ -64,7 +68,9 @@ def run(folder, agent_folders, processes, *, launcher=(), expect=0, environment=
         return None, None
     out = Path(settings["output_dir"])
     weights = [load(out / "final" / name) for name in settings["names"]]
-    return weights, json.loads((out / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text())
+    report["completions"] = [pandas.read_parquet(path) for path in completion_tables(str(out)).values()]
+    return weights, report
 
 
 def load(folder):
@@ -104,6 +110,9 @@ def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
         assert len(keys) > 5
         for key in keys:
             assert ours[key] == pytest.approx(theirs[key], abs=2e-4), key
+    assert [len(table) for table in report["completions"]] == [2 * 16] * 3
+    for ours, theirs in zip(report["completions"], expected_report["completions"], strict=True):
+        pandas.testing.assert_frame_equal(ours, theirs, check_exact=False, atol=1e-5)
 
 
 def test_groups_may_straddle_processes(agent_folders, tmp_path):
@@ -207,6 +216,8 @@ def test_a_killed_run_resumes_to_the_same_weights(
     expected, expected_report = single["full"]
     assert_same(expected, weights, atol=1e-4 if stage else 2e-5)
     assert report["capability"] == expected_report["capability"]
+    for ours, theirs in zip(report["completions"], expected_report["completions"], strict=True):
+        pandas.testing.assert_frame_equal(ours, theirs, check_exact=False, atol=1e-5)
 
 
 def test_a_failing_rank_stops_the_run_at_once(agent_folders, tmp_path):

@@ -4,7 +4,6 @@ import asyncio
 import multiprocessing
 import os
 import pickle
-import random
 import subprocess
 import sys
 import threading
@@ -12,9 +11,16 @@ import time
 import warnings
 
 import pytest
+from hostile import HOSTILE, KINDS, cases
 
+from hacpo_trl import rewards
 from hacpo_trl._grader import find_answer
 from hacpo_trl.rewards import MathVerifier, math_reward
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "benchmarks"))
+
+import fuzz_rewards
+from fuzz_rewards import fuzz
 
 BOX, HASH, SAY = r"Thus the answer is $\boxed{%s}$.", "We add them up.\n#### %s", "The answer is %s."
 
@@ -122,31 +128,6 @@ COMPLETIONS = [
     (r"\boxed{72}" + "x" * 100_000, 0.0),  # beyond the part that is read
 ]
 
-HOSTILE = [
-    "9^{9^{9^{9}}}",
-    "9**9**9**9",
-    "((9!)!)!",
-    "10^{10^{10}}",
-    r"\sum_{k=1}^{10^{12}} \frac{1}{k^{k}}",
-    r"\int_0^1 x^{x^{x^{x}}} \sin(x^{x}) dx",
-    r"\binom{10^9}{5\cdot 10^8}",
-    "\\frac{1}{" * 3000 + "2" + "}" * 3000,
-    "{" * 9000 + "}" * 9000,
-    "(" * 9000,
-    r"\boxed{" * 2800,
-    r"\sqrt" * 4000,
-    "x^" * 9000 + "2",
-    "$" * 9001,
-    "1 " * 9000,
-    r"\def\a{\a\a}\a",
-    "\\" * 15_001,
-    "\x00\x01" * 100,
-    "\ud800" * 100,
-    "٣\u202e\ufeff𝟟",
-    "+".join(f"x_{{{i}}}" for i in range(2000)),
-    r"\begin{pmatrix}" + "1&" * 3000 + r"\end{pmatrix}",
-]
-
 
 @pytest.fixture(scope="module")
 def verifier():
@@ -220,6 +201,21 @@ def test_trl_call_forms(verifier):
     )
     assert got == [1.0] * 4 + [0.0] * 2
     assert logged == {"parsed_answer": [r"\frac{3}{4}"] * 4 + [""] * 2}
+
+
+def test_the_answers_that_were_found(verifier):
+    """As written, from the same pass as the verdict: what a table of completions shows."""
+    texts = [
+        BOX % r"\frac{1}{2}",
+        HASH % "1,000",
+        "The answer is 3/4.",
+        "She has 72 apples left",
+        r"so $x^2-1$ it is",
+        "?",
+    ]
+    logged = {}
+    verifier(texts, ["1"] * 6, log_extra=logged.__setitem__)
+    assert logged["parsed_answer"] == [r"\frac{1}{2}", "1,000", "3/4", "72", "x^2-1", ""]
 
 
 def test_errors_say_what_to_do():
@@ -391,22 +387,36 @@ def test_find_answer_is_linear():
         assert time.monotonic() - start < 1.0, text[:20]
 
 
-FRAGMENTS = (
-    [" ", "\n"]
-    + r"""
-\boxed{ \frac{ \sqrt{ \text{ \left( \right) \{ \} { } ( ) [ ] $ $$ \( \) \[ \] #### ^ _ ^{ _{ + - * / = < > \le
-\in \cup \pm \pi \infty \sin \log \sum \int_0^1 \begin{pmatrix} \end{pmatrix} \\ & , ; . ! % \% 0 1 2 7 72 0.5 1e5 x y
-z e i and or answer is The \circ \cdot \times | \binom{ \lim_{x\to0} \overline{ ' " é ∞""".split()
-)
+def test_random_and_hostile_strings():
+    """The first strings of benchmarks/fuzz_rewards.py."""
+    result = fuzz(1500, seed=0, limit=1.0, progress=False)
+    assert result["failures"] == [] and result["wrong_checks"] == 0
+    assert sum(result["scores"].values()) == 1500 and set(result["scores"]) <= {"0.0", "1.0", "None"}
+    assert result["grader_peak_mib"] < 4096
+    assert {case.kind for case in cases(20_000)} == set(KINDS)
 
 
-def test_fuzz():
-    rng = random.Random(0)
-    texts = ["".join(rng.choices(FRAGMENTS, k=rng.randint(1, 25))) for _ in range(2000)]
-    texts = [rf"\boxed{{{text}}}" if i % 2 else text for i, text in enumerate(texts)]
-    with MathVerifier(timeout=1.0, workers=1) as quick, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        got = quick.score(["72"] * 1000 + texts[:1000], texts[1000:] + [BOX % "72"] * 1000)
-        assert all(score in (0.0, 1.0) for score in got[:1000])
-        assert all(score in (0.0, 1.0, None) for score in got[1000:])
-        assert quick.score(["72"], [BOX % "72"]) == [1.0]
+def test_the_fuzz_finds_what_is_wrong(monkeypatch):
+    """A grader that dies, a call that raises and a string that takes too long are all counted."""
+    exchange, calls = rewards._Worker.exchange, []
+
+    def broken(self, message, seconds, lines):
+        if message is not None and message["gold"] != "72":  # not the sane checks in between
+            calls.append(message)
+            if len(calls) % 4 == 1:  # the next call is the same string, for the second time
+                self.process.kill()
+            elif len(calls) % 4 == 3:
+                raise OverflowError("too large")
+        return exchange(self, message, seconds, lines)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rewards._Worker, "exchange", broken)
+        result = fuzz(20, limit=5.0, progress=False)
+    assert {failure["error"] for failure in result["failures"]} == {
+        "the grader process died",
+        "OverflowError: too large",
+    }
+    assert result["crashes"] == len(result["failures"]) and result["over_the_limit"] == 0
+    monkeypatch.setattr(fuzz_rewards, "GRACE", -5.0)
+    result = fuzz(3, limit=5.0, start=2, progress=False)
+    assert result["over_the_limit"] == 3 and [f["number"] for f in result["failures"]] == [2, 3, 4]

@@ -559,18 +559,6 @@ def test_truncated_responses_can_be_masked(agent_folders, tmp_path):
     assert all(torch.isfinite(w).all() for w in all_weights(trainer))
 
 
-def test_completions_of_every_agent_are_kept(agent_folders, tmp_path):
-    import pandas
-
-    trainer = team(agent_folders, PAIR, config(tmp_path, log_completions=True, max_rounds=1))
-    trainer.train()
-    for folder, agent in [(tmp_path, trainer), (tmp_path / "bpe", trainer.agents[1])]:
-        table = pandas.read_parquet(next((folder / "completions").iterdir()))
-        assert len(table) == 8
-        rows = {(r.completion_ids.tolist() and round(r.advantage, 5)) for b in agent._plan for r in b}
-        assert {round(a, 5) for a in table["advantage"]} <= rows
-
-
 @pytest.mark.parametrize(
     ("argument", "value", "message"),
     [
