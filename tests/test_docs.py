@@ -28,7 +28,7 @@ THEIRS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 OWN = [f for f in dataclasses.fields(HACPOConfig) if f.name not in THEIRS or f.default != THEIRS[f.name]]
 
 # Where arguments that the pages name are those of
-CALLED = (HACPOTrainer, MathVerifier, merge_adapter, serve, estimate)
+CALLED = (HACPOTrainer, HACPOTrainer.create_model_card, MathVerifier, merge_adapter, serve, estimate)
 
 # What is in backticks and looks like one of our names, but belongs to others
 FOREIGN = set("""attention_dropout gpu_memory_utilization log_metric zero_force_ds_cpu_optimizer""".split())
