@@ -2,33 +2,28 @@
 
 import contextlib
 import functools
-import inspect
 import json
 import math
 import os
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from huggingface_hub import CommitInfo
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ._contract import check_versions
-from .agent import HACPOAgent, Shares
+from .agent import HACPOAgent
 from .capability import CapabilityTracker
-from .card import read_accuracies, write_card
-from .checkpoint import atomic_folder, check_checkpoint, check_tokenizer, write_team_state
+from .checkpoint import check_checkpoint
 from .completions import CompletionTables
 from .config import HACPOConfig
 from .loading import share_bases, shared_tensors
@@ -36,8 +31,7 @@ from .objective import capability_aware_advantages
 from .offload import Residency
 from .page import RUN_FILE
 from .progress import RoundProgress
-from .rollouts import Rollout
-from .sharing import Publisher, check_bases, check_sharing, push_checkpoint
+from .sharing import Publisher, check_sharing
 from .team import (
     check_dataset,
     check_models,
@@ -50,10 +44,12 @@ from .team import (
     resolve_peft_configs,
     warn_if_alone,
 )
+from .team_files import TeamFiles
+from .team_log import TeamLog
 from .turns import Turns
 
 
-class HACPOTrainer(HACPOAgent):
+class HACPOTrainer(TeamLog, TeamFiles):
     """Changes in HACPOAgent: it is agent 0, and leads the others through rounds of sampling and updating.
 
     Its loop is that of `transformers.Trainer`. At the first step of a round every agent samples; then, with each of
@@ -421,320 +417,6 @@ class HACPOTrainer(HACPOAgent):
                 setattr(self.control, flag, True)
                 self._waiting.discard(flag)
 
-    # -- logs -----------------------------------------------------------------------------------------------------
-
-    def _log_round(self, agent: HACPOAgent, rollouts: list[Rollout], shares: Shares) -> None:
-        metrics = agent._metrics["train"]
-        metrics["capability"].append(self.capability.capabilities[agent.agent_index].item())
-        for (source, name), value in shares.items():
-            self._metrics["train"][f"{self._pair(source, agent.agent_index)}/{name}"].append(value)
-
-    def _pair(self, source: int, learner: int) -> str:
-        return f"pair/{self.agents[source].agent_name}->{self.agents[learner].agent_name}"
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs all agents at once: "<agent>/<metric>", "pair/<source>-><learner>/<metric>", and the team's means.
-
-        Args:
-            logs: what the loop measured of the leader.
-            start_time: see `Trainer.log`.
-        """
-        mode = "train" if self.model.training else "eval"
-        gathered = self._gather_train_metrics(logs) if mode == "train" else self._gather_eval_metrics(logs)
-        self._metrics[mode].clear()
-        self._metrics[mode].update(gathered)
-        super().log(logs, start_time)
-        if self.is_in_train:
-            self._wait_for_the_round()  # what callbacks wish at a log must wait, too
-
-    def _gather_train_metrics(self, logs: dict[str, float]) -> dict[str, list[float]]:
-        own = self._metrics["train"]
-        pairs = {key: own.pop(key) for key in list(own) if key.startswith("pair/")}
-        for key in ("loss", "grad_norm", "learning_rate"):
-            if key in logs and "train_runtime" not in logs:
-                own[key] = [logs.pop(key)]
-        gathered: dict[str, list[float]] = {}
-        sums: dict[str, list[float]] = {}
-        seconds: dict[str, float] = {}
-        for agent in self.agents:
-            metrics = agent._metrics["train"]
-            for j, stats in enumerate(agent.drain_statistics()):
-                for key, value in stats.items():
-                    if j == agent.agent_index:
-                        metrics[key] = [value]
-                    else:
-                        pairs.setdefault(f"{self._pair(j, agent.agent_index)}/{key}", []).append(value)
-            for key in ("loss", "reward"):
-                if metrics.get(key):
-                    sums.setdefault(key, []).append(_nanmean(metrics[key]))
-            logged = self._logged_timings[agent.agent_index]
-            for key, total in agent.timings.items():
-                if total > logged.get(key, 0.0):
-                    metrics[f"time/{key}"] = [total - logged.get(key, 0.0)]
-                    seconds[key] = seconds.get(key, 0.0) + total - logged.get(key, 0.0)
-            self._logged_timings[agent.agent_index] = dict(agent.timings)
-            gathered.update({f"{agent.agent_name}/{key}": values for key, values in metrics.items() if values})
-            if agent is not self:
-                metrics.clear()
-                agent.state.epoch = self.state.epoch
-        team = {key: [_nanmean(values)] for key, values in sums.items()}
-        team.update({f"time/{key}": [value] for key, value in seconds.items()})
-        return {**team, **gathered, **pairs}
-
-    def _gather_eval_metrics(self, logs: dict[str, float]) -> dict[str, list[float]]:
-        prefix = self._eval_prefix
-        own = {key: _nanmean(values) for key, values in self._metrics["eval"].items() if values}
-        if f"eval_{prefix}loss" in logs:
-            own["loss"] = logs[f"eval_{prefix}loss"]
-        evaluations = {self.agent_name: own, **self._peer_evaluations} if own else {}
-        gathered = {f"{prefix}{n}/{key}": [v] for n, values in evaluations.items() for key, v in values.items()}
-        for key in ("loss", "reward"):
-            values = [values[key] for values in evaluations.values() if values.get(key) is not None]
-            if values:
-                gathered[f"{prefix}{key}"] = [_nanmean(values)]
-        return gathered
-
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Evaluates every agent alone; see `Trainer.evaluate`.
-
-        Returns:
-            "eval_<agent>/<metric>" of all agents and "eval_reward", the team's mean. With several data sets the data
-            set's name stands behind "eval_", and "eval_reward", "eval_loss" and "eval_<agent>/reward" are the means
-            over the data sets, each of which counts the same.
-        """
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, dict):
-            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # comes back for each of them
-            means = {}
-            for key in ("loss", "reward", *(f"{name}/reward" for name in self.agent_names)):
-                values = [metrics.get(f"{metric_key_prefix}_{name}_{key}") for name in dataset]
-                if any(value is not None for value in values):
-                    means[f"{metric_key_prefix}_{key}"] = _nanmean(values)
-            super().log(means)
-            # Callbacks such as EarlyStoppingCallback look for the metric that tells the best model
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, means)
-            return {**metrics, **means}
-        self._peer_evaluations = {}
-        for peer in self.agents[1:]:
-            peer.state.epoch = self.state.epoch
-            logged = peer.evaluate(eval_dataset, ignore_keys, "eval")
-            self._peer_evaluations[peer.agent_name] = {
-                key.removeprefix("eval_"): value
-                for key, value in logged.items()
-                if key.startswith("eval_") and not key.endswith(("runtime", "per_second"))
-            }
-        self._eval_prefix = metric_key_prefix.removeprefix("eval").lstrip("_")
-        self._eval_prefix += "_" if self._eval_prefix else ""
-        try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            self._eval_prefix, self._peer_evaluations = "", {}
-
-    # -- saving and loading ---------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes every agent into `output_dir/<name>`, a folder that AutoModelForCausalLM and AutoTokenizer load.
-
-        With `push_to_hub=True` it pushes them, too.
-
-        Args:
-            output_dir: by default the run's.
-
-        Raises:
-            ConnectionError: see `push_to_hub`.
-        """
-        output_dir = self.args.output_dir if output_dir is None else output_dir
-        self._save_agents(output_dir, check_tokenizers=not _internal_call)
-        if self.args.push_to_hub and not _internal_call and self.is_world_process_zero():
-            self.publisher.push(self.agents, output_dir, commit_message="Model save")
-
-    def _save_agents(self, output_dir: str, *, check_tokenizers: bool) -> None:
-        for agent in self.agents:
-            folder = os.path.join(output_dir, agent.agent_name)
-            with atomic_folder(folder, self.accelerator) as unfinished:
-                HACPOAgent.save_model(agent, unfinished, _internal_call=True)
-                if self.is_world_process_zero():
-                    write_card(self, agent, unfinished)
-            if self.args.should_save and check_tokenizers:
-                check_tokenizer(agent.processing_class, folder, agent.agent_name)
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-        *,
-        license: str | None = None,
-        language: str | list[str] | None = None,
-        accuracies: Any = None,
-    ) -> None:
-        """Writes `output_dir/<name>/README.md` for every agent. Needs no network.
-
-        What is given here is remembered for all cards that are written later, with the saved agents.
-
-        Args:
-            model_name: title of the cards, "<model_name>-<agent>"; by default the repository's name.
-            dataset_name: ids on the Hub of the data; by default found out where the data set knows them.
-            tags: further ones.
-            license: of the agents, such as "apache-2.0"; by default none is named.
-            language: codes, such as "en".
-            accuracies: {agent: {benchmark: accuracy, or (before, after)}}, or a results file of `hacpo evaluate`.
-
-        Raises:
-            ValueError: for accuracies of agents that there are not, or that are no numbers.
-        """
-        if self._checkpoint_dir is not None:
-            return  # the cards of a checkpoint are written with its agents
-        self._note_details(
-            model_name=model_name,
-            dataset_name=dataset_name,
-            tags=tags,
-            license=license,
-            language=language,
-            accuracies=accuracies,
-        )
-        if self.is_world_process_zero():
-            for agent in self.agents:
-                folder = os.path.join(self.args.output_dir, agent.agent_name)
-                os.makedirs(folder, exist_ok=True)
-                write_card(self, agent, folder)
-
-    def _note_details(self, **details: Any) -> None:
-        if details.get("accuracies") is not None:
-            details["accuracies"] = read_accuracies(details["accuracies"], self.agent_names)
-        self.card_details.update({key: value for key, value in details.items() if value is not None})
-
-    # -- the Hub --------------------------------------------------------------------------------------------------
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Opens the repository of every agent; see `Trainer.init_hf_repo`.
-
-        Args:
-            token: by default each agent's `hub_token`.
-            private: whether new ones are private; by default each agent's `hub_private_repo`.
-
-        Raises:
-            ConnectionError: naming agent and repository when the Hub refuses.
-        """
-        for agent in self.agents:
-            HACPOAgent.init_hf_repo(agent, token, private)
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs,
-    ) -> list[CommitInfo] | list[Future]:
-        """Saves every agent and pushes it, with a model card, to a repository of its own.
-
-        The repository is `hub_model_id` with "-<agent>" behind it, or the agent's own `hub_model_id` in
-        `agent_overrides`, or by default "<name of output_dir>-<agent>". What continues a run (optimizer, settings) is
-        not pushed.
-
-        Args:
-            commit_message: of every agent's commit.
-            blocking: whether to wait for the uploads.
-            token: by default `hub_token`, or the one that `hf auth login` saved.
-            revision: the branch, made where it is missing; by default `hub_revision`, or "main".
-            private: whether new repositories are private; by default `hub_private_repo`.
-            **kwargs: for the cards, see `create_model_card`.
-
-        Returns:
-            The commit of every agent; with `blocking=False` futures of them. Empty on other than the main process.
-
-        Raises:
-            ConnectionError: naming the agent, its repository and what was pushed before.
-            ValueError: for an adapter on a base that nobody else can load, before anything is pushed.
-        """
-        _check_details(kwargs)
-        check_bases(
-            self.agent_names,
-            [agent.base for agent in self.agents],
-            [is_peft_model(agent.model) for agent in self.agents],
-        )
-        self._note_details(**kwargs)
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.init_hf_repo(token, private)
-        self._save_agents(self.args.output_dir, check_tokenizers=True)
-        if not self.is_world_process_zero():
-            return []
-        return self.publisher.push(
-            self.agents,
-            self.args.output_dir,
-            commit_message=commit_message,
-            token=token,
-            revision=revision,
-            blocking=blocking,
-        )
-
-    def _push_from_checkpoint(self, checkpoint_folder):
-        """Nothing yet: the checkpoint is not whole. `_save_checkpoint` pushes it."""
-
-    def _finish_current_push(self):
-        self.publisher.reap(wait=True)
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    def _get_output_dir(self, trial):
-        return self._checkpoint_dir or super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model, trial):
-        run_dir = self._get_output_dir(trial)
-        folder = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
-        with atomic_folder(folder, self.accelerator) as unfinished:
-            self._checkpoint_dir = os.path.dirname(unfinished)
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._checkpoint_dir = None
-            if self.state.best_model_checkpoint == unfinished:
-                self.state.best_model_checkpoint = folder
-            if self.args.should_save:
-                self.state.save_to_json(os.path.join(unfinished, TRAINER_STATE_NAME))
-                write_team_state(unfinished, self)
-        if self.args.push_to_hub and self.is_world_process_zero():
-            push_checkpoint(self, folder)
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(self._folder(output_dir, self.agent_name))
-        for peer in self.agents[1:]:
-            folder = self._folder(output_dir, peer.agent_name)
-            peer._save_optimizer_and_scheduler(folder)
-            peer._save_scaler(folder)
-            if self.args.should_save:
-                peer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
-
-    def _save_scaler(self, output_dir):
-        super()._save_scaler(self._folder(output_dir, self.agent_name))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(self._folder(resume_from_checkpoint, self.agent_name), model)
-
-    def _load_best_model(self):
-        best = self.state.best_model_checkpoint
-        for agent in self.agents:
-            load = super()._load_best_model if agent is self else agent._load_best_model
-            agent.state.best_model_checkpoint = self._folder(best, agent.agent_name)
-            load()
-        self.state.best_model_checkpoint = best
-
-
-def _check_details(details: dict[str, Any]) -> None:
-    known = [name for name in inspect.signature(HACPOTrainer.create_model_card).parameters if name != "self"]
-    unknown = sorted(details.keys() - set(known))
-    if unknown:
-        raise TypeError(f"push_to_hub does not know {', '.join(unknown)}; cards take {', '.join(known)}.")
-
 
 @contextlib.contextmanager
 def _naming(agent: str) -> Iterator[None]:
@@ -749,8 +431,3 @@ def _naming(agent: str) -> Iterator[None]:
 def _largest(rewards: torch.Tensor) -> float:
     finite = rewards[torch.isfinite(rewards)]
     return finite.max().item() if len(finite) else 0.0
-
-
-def _nanmean(values: list[float]) -> float:
-    numbers = [value for value in values if value is not None and not math.isnan(value)]
-    return sum(numbers) / len(numbers) if numbers else math.nan
