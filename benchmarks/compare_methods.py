@@ -38,6 +38,7 @@ from compare_settings import (
     SETTINGS,
     WARM_UP,
     agent_fingerprint,
+    arms_of,
     options_of,
     rounds_of,
     run_file,
@@ -210,7 +211,7 @@ def plan(folder: Path, settings: list[str], arms: list[str], seeds: int | None) 
     """The runs that are asked for and not done yet, seed by seed."""
     jobs: dict[Path, tuple] = {}
     for name in settings:
-        for arm in (arm for arm in arms if arm not in SETTINGS[name].without):
+        for arm in (arm for arm in arms_of(name) if arm in arms):
             team = SETTINGS[name].agents
             for agents in [(agent,) for agent in team] if ARMS[arm].alone else [team]:
                 for seed in range(ARMS[arm].seeds if seeds is None else seeds):

@@ -140,6 +140,7 @@ class Arm:
         alone: whether every agent trains by itself, so that its run serves every setting that it is part of.
         times: factor of responses and updates of a round.
         seeds: runs that a complete comparison needs.
+        only: the settings that it is run in; all of them when empty.
     """
 
     group: str
@@ -148,6 +149,7 @@ class Arm:
     alone: bool = False
     times: int = 1
     seeds: int = 3
+    only: tuple[str, ...] = ()
 
 
 ARMS: dict[str, Arm] = {
@@ -181,6 +183,20 @@ ARMS: dict[str, Arm] = {
     "wide": Arm("candidate", "delta 0.6", {"peer_clip_delta": 0.6}),
     "shuffled": Arm("candidate", "own and peers' responses mixed", {"rollout_order": "shuffled"}),
     "shared-length": Arm("candidate", "shared length", {"length_normalization": "shared"}),
+    "hacpo-half-rate": Arm(
+        "candidate", "HACPO at half the learning rate", {"learning_rate": LEARNING_RATE / 2}, only=("four",)
+    ),
+    "wide-half-rate": Arm(
+        "candidate",
+        "own-positive-wide at half the learning rate",
+        {
+            "baseline": "own",
+            "peer_advantages": "positive",
+            "peer_clip_delta": 0.6,
+            "learning_rate": LEARNING_RATE / 2,
+        },
+        only=("four",),
+    ),
 }
 
 PAPER = {
@@ -199,16 +215,23 @@ PAPER = {
 def options_of(arm: str) -> dict[str, Any]:
     """All settings of a run that make its method."""
     entry = ARMS[arm]
-    options = dict(entry.options) if entry.options.get("method", "hacpo") != "hacpo" else {**PAPER, **entry.options}
+    paper = PAPER if entry.options.get("method", "hacpo") == "hacpo" else {}
     return {
-        **options,
+        **paper,
         "num_generations": GENERATIONS * entry.times,
         "per_device_train_batch_size": UPDATE_ROWS,
         "steps_per_generation": PROMPTS * GENERATIONS * entry.times // UPDATE_ROWS,
         "learning_rate": LEARNING_RATE,
         "beta": 0.0,
         "max_completion_length": MAX_TOKENS,
+        **entry.options,
     }
+
+
+def arms_of(setting: str) -> list[str]:
+    """The arms that are run in a setting."""
+    without = SETTINGS[setting].without
+    return [name for name, arm in ARMS.items() if name not in without and (not arm.only or setting in arm.only)]
 
 
 def rounds_of(setting: str, agents: tuple[str, ...]) -> int:

@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore")
 
 import torch
 from compare_methods import build_agent_folder
-from compare_settings import ARMS, GENERATIONS, PROMPTS, SETTINGS, UPDATE_ROWS, options_of, task_of
+from compare_settings import ARMS, GENERATIONS, LONG, PROMPTS, SETTINGS, UPDATE_ROWS, options_of, task_of
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -188,15 +188,17 @@ def plot(results: dict[str, list[dict]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of agents, figures (JSON) and the plot")
-    pairs = [name for name, setting in SETTINGS.items() if len(setting.agents) == 2]
-    parser.add_argument("--settings", nargs="+", choices=pairs, default=pairs)
+    pairs = [name for name, setting in SETTINGS.items() if len(setting.agents) == 2 and setting.rounds <= LONG]
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=pairs, help="default: the usual pairs")
     parser.add_argument("--arm", choices=[arm for arm in ARMS if not ARMS[arm].alone], default="hacpo")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    results = {name: run(options.out, name, options.arm, options.seed) for name in options.settings}
-    (options.out / "gradient_cosine.json").write_text(json.dumps(results, indent=1))
+    results: dict[str, list[dict]] = {}
+    for name in options.settings:
+        results[name] = run(options.out, name, options.arm, options.seed)
+        (options.out / "gradient_cosine.json").write_text(json.dumps(results, indent=1))
     plot(results, options.out / "gradient_cosine.png")
     for setting, entries in results.items():
         for pair in sorted({(e["source"], e["learner"]) for e in entries}):
