@@ -382,9 +382,9 @@ def test_find_answer_is_linear():
     texts = [r"\boxed{" * 3000, r"\boxed{1}" * 2000, r"\boxed{1}" + " " * 18_000 + r"x\boxed{2}", "\\" * 20_000]
     texts += ["{" * 20_000, "answer " * 2800, "answer" + " " * 19_000, "1," * 9000, "1" * 20_000, "#" * 20_000]
     for text in texts:
-        start = time.monotonic()
+        start = time.process_time()
         find_answer(text)
-        assert time.monotonic() - start < 1.0, text[:20]
+        assert time.process_time() - start < 1.0, text[:20]
 
 
 def test_random_and_hostile_strings():
