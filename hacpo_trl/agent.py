@@ -371,7 +371,7 @@ class HACPOAgent(GRPOTrainer):
 
     def _find_silent(self, foreign: Sequence[Row]) -> list[Counter[int]]:
         """For every update of a pass, how many responses of each source are left out."""
-        ran = {id(row) for batch in self._plan for row in batch}
+        ran = {id(row) for batch in self._plan for row in batch if not row.filler}
         silent: list[Counter[int]] = [Counter() for _ in range(self.steps_per_round)]
         for row in foreign:
             if id(row) not in ran:
@@ -492,6 +492,7 @@ class HACPOAgent(GRPOTrainer):
             kl=None if kl is None else kl.detach() * written_here,
             entropy=entropies.detach(),
             mask=mask,
+            filler=inputs["filler"],
         )
         return loss
 

@@ -52,6 +52,7 @@ class UpdateStatistics:
         kl: Tensor | None,
         entropy: Tensor,
         mask: Tensor,
+        filler: Tensor | None = None,
     ) -> None:
         """Adds one micro-batch.
 
@@ -65,6 +66,7 @@ class UpdateStatistics:
             kl: (R,) divergence of own responses, or None.
             entropy: (R, T) entropy of every token's distribution.
             mask: (R, T).
+            filler: (R,) bool, responses that do not count, or None.
         """
         low = torch.where(is_own, own_range[0], peer_range[0])
         high = torch.where(is_own, own_range[1], peer_range[1])
@@ -89,8 +91,12 @@ class UpdateStatistics:
             "tokens": mask.sum(-1),
         }
         rows = torch.stack([columns[name].to(self.sums) for name in _SUMS], dim=-1)  # (R, len(_SUMS))
+        ratio = ratio.to(self.ratio_max)
+        if filler is not None:
+            rows = torch.where(filler[:, None], torch.zeros_like(rows), rows)
+            ratio = torch.where(filler, torch.zeros_like(ratio), ratio)
         self.sums.index_add_(0, source, rows)
-        self.ratio_max.scatter_reduce_(0, source, ratio.to(self.ratio_max), "amax")
+        self.ratio_max.scatter_reduce_(0, source, ratio, "amax")
 
     def add_silent(self, source: int, count: int) -> None:
         """Counts responses of a source that were left out because they have no advantage."""

@@ -62,6 +62,8 @@ class Row:
         masked: True when the row must not act on any loss.
         per_token: see `Rollout.per_token`; empty for peers' responses.
         update: index of the update of a pass that the row belongs to, set by `plan_round`.
+        filler: True for a row without advantage that only keeps a pass from being empty, set by `plan_round`; the
+            statistics leave it out.
     """
 
     source: int
@@ -73,6 +75,7 @@ class Row:
     masked: bool = False
     per_token: dict[str, Tensor] = field(default_factory=dict)
     update: int = 0
+    filler: bool = False
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -294,7 +297,10 @@ def plan_round(
         active = [row for row in update if not is_silent(row)]
         spare = [row for row in update if is_silent(row)]
         steps = max(steps, 1)
-        rows = active + spare[: max(steps - len(active), 0)]  # no pass may be empty
+        fillers = spare[: max(steps - len(active), 0)]  # no pass may be empty
+        for row in fillers:
+            row.filler = True
+        rows = active + fillers
         if steps_per_update > 1:
             rows.sort(key=len, reverse=True)
         bounds = [len(rows) * i // steps for i in range(steps + 1)]
@@ -330,6 +336,7 @@ def collate(rows: Sequence[Row], *, learner: int, pad_id: int, device: torch.dev
         "coefficient": torch.tensor([row.coefficient for row in rows]),
         "source_logp": torch.tensor([row.source_logp for row in rows]),
         "source": torch.tensor([row.source for row in rows]),
+        "filler": torch.tensor([row.filler for row in rows]),
     }
     batch["is_own"] = batch["source"] == learner
     for name in sorted({name for row in rows for name in row.per_token}):

@@ -53,6 +53,12 @@ class TeamLog(HACPOAgent):
                         metrics[key] = [value]
                     else:
                         pairs.setdefault(f"{self._pair(j, agent.agent_index)}/{key}", []).append(value)
+            for key in ("loss", "grad_norm"):
+                if any(value is not None and not math.isfinite(value) for value in metrics.get(key, ())):
+                    agent._warn_once(
+                        f"the {key} is not finite, and then its weights are not either. Go on from an earlier "
+                        "checkpoint, with a lower learning_rate or a max_grad_norm."
+                    )
             for key in ("loss", "reward"):
                 if metrics.get(key):
                     sums.setdefault(key, []).append(_nanmean(metrics[key]))

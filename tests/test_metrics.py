@@ -243,6 +243,17 @@ def test_statistics_match_loops():
         assert result[j] == pytest.approx(expected, abs=1e-6)
 
 
+def test_fillers_do_not_count():
+    data = random_batch(torch.Generator().manual_seed(3), 40)
+    data["ratio"][::4] = 100.0
+    filler = torch.zeros(40, dtype=torch.bool)
+    filler[::4] = True
+    statistics, without = UpdateStatistics(3, 1), UpdateStatistics(3, 1)
+    add(statistics, {**data, "filler": filler})
+    add(without, {name: value[~filler] for name, value in data.items()})
+    same(statistics.drain(), without.drain())
+
+
 def test_drain_starts_anew():
     data = random_batch(torch.Generator().manual_seed(2), 30)
     statistics = UpdateStatistics(3, 1)

@@ -731,6 +731,7 @@ def test_other_processes_may_need_more_micro_batches(seed):
         assert max(len(batch) for batch in update) <= per_step
         active = sum(row.source == 0 or row.advantage != 0.0 for row in flat(update))
         assert len(names) == max(active, count, 1), "silent rows only fill passes that would be empty"
+        assert all(row.filler == (row.source != 0 and row.advantage == 0.0) for row in flat(update))
     loud = [key(row) for row in own + peers if row.source == 0 or row.advantage != 0.0]
     seen = [key(row) for row in flat(plan)]
     assert all(seen.count(name) == iterations for name in loud)
@@ -894,7 +895,7 @@ def test_collate_peers_longer_than_own_and_the_other_way_round():
 def test_collate_without_per_token_values():
     names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "coefficient"}
     batch = collate([mixed_rows()[1]], learner=0, pad_id=0)
-    assert set(batch) == names | {"source_logp", "source", "is_own"}
+    assert set(batch) == names | {"source_logp", "source", "is_own", "filler"}
 
 
 def test_collate_is_trimmed_to_its_own_longest():

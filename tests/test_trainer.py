@@ -677,3 +677,26 @@ def test_no_card_names_a_model_that_it_does_not_know(agent_folders, tmp_path):
     assert not (tmp_path / "README.md").exists() and not (tmp_path / "bpe").exists()
     card = (tmp_path / "checkpoint-4" / "bpe" / "README.md").read_text()
     assert "base_model" not in card and "`bpe` (a local olmo2 model)" in card and "2603.02604" in card
+
+
+def test_a_round_without_rewards_has_no_ratios(agent_folders, tmp_path):
+    """A pass may not be empty, but the response that fills it is no statistic."""
+    trainer = team(
+        agent_folders, PAIR, config(tmp_path, max_rounds=1), lambda completions, **_: [0.0] * len(completions)
+    )
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "pair/bpe->char/no_gradient" in entry]
+    assert len(entries) == 2  # the updates on the peer's responses
+    for entry in entries:
+        assert entry["pair/bpe->char/no_gradient"] == entry["pair/char->bpe/no_gradient"] == 1.0
+        assert not [key for key in entry if key.startswith("pair/") and "ratio" in key]
+
+
+def test_a_gradient_that_is_not_finite_is_told(agent_folders, tmp_path, monkeypatch):
+    trainer = team(agent_folders, PAIR, config(tmp_path, max_rounds=1))
+    told = []
+    for agent in trainer.agents:
+        monkeypatch.setattr(agent, "_warn_once", lambda message, name=agent.agent_name: told.append((name, message)))
+    monkeypatch.setattr(trainer.agents[1], "_get_grad_norm", lambda *_, **__: torch.tensor(float("inf")))
+    trainer.train()
+    assert {name for name, message in told if "is not finite" in message} == {"bpe"}
