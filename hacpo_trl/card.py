@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 _HUB = "https://huggingface.co"
 
+_LONGEST_EXAMPLE = 200  # characters of a training prompt that stands in the card
+
+# Not "before" and "after": a log is a mean of the rounds since the one before it, by an agent that learns
+_REWARD_COLUMNS = ("mean reward", "first log", "last log")
+
 # Always in the table of settings
 _IMPORTANT = """learning_rate lr_scheduler_type beta epsilon epsilon_high alpha peer_clip_delta peer_clip_step
 num_generations num_iterations max_completion_length temperature seed""".split()
@@ -196,7 +201,7 @@ def _usage(agent: "HACPOAgent") -> str:
             ")",
         ]
     else:
-        prompt = ['inputs = tokenizer("12 + 34 = ?\\n", return_tensors="pt")']
+        prompt = [f"prompt = {_example(agent)}", 'inputs = tokenizer(prompt, return_tensors="pt")']
     lines = [
         *imports,
         "",
@@ -215,6 +220,15 @@ def _is_chat(agent: "HACPOAgent") -> bool:
     if isinstance(agent.train_dataset, Dataset):
         return isinstance(agent.train_dataset[0]["prompt"], list)
     return agent.processing_class.chat_template is not None  # a stream is not read for this
+
+
+def _example(agent: "HACPOAgent") -> str:
+    """A prompt in the form that the agent was trained on, as a line of Python."""
+    if isinstance(agent.train_dataset, Dataset):
+        first = agent.train_dataset[0]["prompt"]
+        if isinstance(first, str) and len(first) <= _LONGEST_EXAMPLE:
+            return f"{first!r}  # the first one of the training"
+    return '"What is 12 + 34?"  # put yours in the form of the training prompts'
 
 
 def _team(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
@@ -308,24 +322,28 @@ def _data(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
 
 def _results(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
     name, history = agent.agent_name, trainer.state.log_history
-    rows = []
+    accuracies = []
     for benchmark, value in (trainer.card_details.get("accuracies") or {}).get(name, {}).items():
         before, after = value if isinstance(value, tuple) else (None, value)
-        rows.append((f"accuracy, {benchmark}", before, after))
-    sets = list(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else [""]
-    for eval_set in sets:
-        key = f"eval_{eval_set}_{name}/reward" if eval_set else f"eval_{name}/reward"
+        accuracies.append((f"accuracy, {benchmark}", before, after))
+    keys = {"while training": f"{name}/reward"}
+    for eval_set in trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else [""]:
+        prefix, title = (f"{eval_set}_", f"in evaluation on {eval_set}") if eval_set else ("", "in evaluation")
+        keys[title] = f"eval_{prefix}{name}/reward"
+    rewards = []
+    for title, key in keys.items():
         found = [entry[key] for entry in history if key in entry]
         if found:
-            rows.append((f"mean reward, evaluation{' on ' + eval_set if eval_set else ''}", None, found[-1]))
-    found = [entry[f"{name}/reward"] for entry in history if f"{name}/reward" in entry]
-    if found:
-        first = found[0] if len(found) > 1 else None
-        rows.append(("mean reward while training, first and last log", first, found[-1]))
+            rewards.append((title, found[0] if len(found) > 1 else None, found[-1]))
+    tables = [_table(("measured", "before", "after"), accuracies), _table(_REWARD_COLUMNS, rewards)]
+    return "\n\n".join(table for table in tables if table)
+
+
+def _table(head: tuple[str, str, str], rows: list[tuple[str, float | None, float | None]]) -> str:
     if not rows:
         return ""
-    lines = ["| measured | before | after |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {what} | {_number(before)} | {_number(after)} |" for what, before, after in rows])
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {what} | {_number(first)} | {_number(last)} |" for what, first, last in rows])
 
 
 def _number(value: float | None) -> str:

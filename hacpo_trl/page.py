@@ -38,6 +38,9 @@ _MAPS = {
     "unreadable": ("Share that the learner cannot read", 0.0, 1.0),
 }
 
+_FEW = 10  # curves of so many values have markers
+_TICKS = 16  # at most so many updates are named below a heat map
+
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #222; }
 h1 { margin-bottom: 0; } h2 { margin-top: 2em; border-bottom: 1px solid #ddd; }
@@ -147,7 +150,10 @@ def _svg(figure: Any) -> str:
 
 
 def _pyplot() -> Any:
-    import matplotlib
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ImportError('The page of a run needs matplotlib: pip install "hacpo_trl[report]"') from error
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -165,12 +171,21 @@ def _summary(history: Sequence[dict[str, Any]], agents: Sequence[str]) -> str:
         cells = [f"<td>{html.escape(agent)}</td>"]
         for metric in ("reward", "capability", "completions/mean_length", "kl"):
             _, values = _series(history, f"{agent}/{metric}")
-            cells.append(f'<td class="number">{values[0]:.3f} → {values[-1]:.3f}</td>' if values else "<td></td>")
+            cells.append(f'<td class="number">{_change(values)}</td>' if values else "<td></td>")
         _, evaluated = _series(history, f"eval_{agent}/reward")
-        text = f"{evaluated[0]:.3f} → {evaluated[-1]:.3f}" if evaluated else ""
+        text = _change(evaluated) if evaluated else ""
         rows.append(f'<tr>{"".join(cells)}<td class="number">{text}</td></tr>')
     head = "".join(f"<th>{t}</th>" for t in ("agent", "reward", "capability", "length", "KL", "reward in evaluation"))
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>{_quiet('First and last logged value.')}"
+
+
+def _change(values: Sequence[float]) -> str:
+    """First and last value; the smallest P, 1e-8, is not shown as 0."""
+    texts = []
+    for value in (values[0], values[-1]):
+        text = f"{value:.3f}"
+        texts.append(f"{value:.0e}".replace("e-0", "e-") if value and not float(text) else text)
+    return " → ".join(texts)
 
 
 def _curves(history: Sequence[dict[str, Any]], agents: Sequence[str]) -> str:
@@ -183,8 +198,11 @@ def _curves(history: Sequence[dict[str, Any]], agents: Sequence[str]) -> str:
     for axis, (metric, title) in zip(axes.flat, panels, strict=False):
         for color, agent in zip(COLORS, agents, strict=False):
             key = f"eval_{agent}/reward" if metric == "eval" else f"{agent}/{metric}"
-            axis.plot(*_series(history, key), color=color, label=agent, linewidth=1.5)
+            steps, values = _series(history, key)
+            marker = "o" if len(steps) <= _FEW else None  # a single value draws no line
+            axis.plot(steps, values, color=color, label=agent, linewidth=1.5, marker=marker, markersize=4)
         axis.set_title(title, fontsize=10)
+        axis.xaxis.set_major_locator(plt.MaxNLocator("auto", integer=True, min_n_ticks=1))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
@@ -198,18 +216,22 @@ def _heat_maps(history: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str
     plt = _pyplot()
     names = [f"{source} → {learner}" for source, learner in pairs]
     figure, axes = plt.subplots(
-        len(_MAPS), 1, figsize=(12, len(_MAPS) * (0.9 + 0.32 * len(pairs))), layout="constrained", squeeze=False
+        len(_MAPS), 1, figsize=(12, len(_MAPS) * (1.1 + 0.32 * len(pairs))), layout="constrained", squeeze=False
     )
     for axis, (metric, (title, low, high)) in zip(axes.flat, _MAPS.items(), strict=True):
-        series = [_series(history, f"pair/{source}->{learner}/{metric}")[1] for source, learner in pairs]
-        width = max(map(len, series), default=0)
-        if width == 0:
+        keys = [f"pair/{source}->{learner}/{metric}" for source, learner in pairs]
+        series = [dict(zip(*_series(history, key), strict=True)) for key in keys]
+        steps = sorted(set().union(*series))
+        if not steps:
             axis.set_visible(False)
             continue
-        grid = [values + [float("nan")] * (width - len(values)) for values in series]
+        grid = [[values.get(step, float("nan")) for step in steps] for values in series]
         image = axis.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis", vmin=low, vmax=high)
         axis.set_yticks(range(len(names)), names, fontsize=9)
-        axis.set_title(f"{title} (over the run, left to right)", fontsize=10)
+        shown = range(0, len(steps), -(-len(steps) // _TICKS))
+        axis.set_xticks(shown, [str(steps[i]) for i in shown], fontsize=9)
+        axis.set_xlabel("update", fontsize=9)
+        axis.set_title(title, fontsize=10)
         figure.colorbar(image, ax=axis, pad=0.01)
     note = "source → learner. A ratio far from 1 and a high share without gradient: the learner cannot use the source."
     return _svg(figure) + _quiet(note)

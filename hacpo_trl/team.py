@@ -19,7 +19,8 @@ from .config import HACPOConfig
 
 _CHECKED_PROMPTS = 100_000  # the first prompts of a data set are all looked at
 
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
+# Folders of the run itself: checkpoints, kept completions, TensorBoard's files
+_RESERVED = re.compile(r"checkpoint-\d+|completions|runs", re.IGNORECASE)
 
 
 def _is_path(model: Any) -> bool:
@@ -58,9 +59,9 @@ def resolve_names(models: Sequence[Any], agent_names: Sequence[str] | None) -> l
         names = []
         for i, model in enumerate(models):
             path = os.fspath(model) if _is_path(model) else get_config_model_id(model.config)
-            parts = [part for part in str(path).split("/") if part and not _CHECKPOINT.fullmatch(part)]
-            name = re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1]).strip(".-") if parts else ""
-            names.append(name or f"agent-{i}")
+            parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip(".-") for part in str(path).split("/") if part]
+            parts = [part for part in parts if not _RESERVED.fullmatch(part)]
+            names.append(parts[-1] if parts and parts[-1] else f"agent-{i}")
         taken = {name.lower() for name in names}
         for name in list(names):
             alike = [i for i, other in enumerate(names) if other.lower() == name.lower()]
@@ -82,8 +83,8 @@ def resolve_names(models: Sequence[Any], agent_names: Sequence[str] | None) -> l
                 f"agent name {name!r} cannot be a folder: use letters, digits, '.', '_' and '-', e.g. "
                 f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('.-') or 'agent'!r}."
             )
-        if _CHECKPOINT.fullmatch(name):
-            raise ValueError(f"agent name {name!r} is that of the run's own checkpoints; try 'agent-{name}'.")
+        if _RESERVED.fullmatch(name):
+            raise ValueError(f"agent name {name!r} is that of a folder of the run itself; try 'agent-{name}'.")
     double = sorted({name for name in names if [n.lower() for n in names].count(name.lower()) > 1})
     if double:
         raise ValueError(

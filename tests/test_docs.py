@@ -31,7 +31,7 @@ OWN = [f for f in dataclasses.fields(HACPOConfig) if f.name not in THEIRS or f.d
 CALLED = (HACPOTrainer, HACPOTrainer.create_model_card, MathVerifier, merge_adapter, serve, estimate)
 
 # What is in backticks and looks like one of our names, but belongs to others
-FOREIGN = set("""attention_dropout gpu_memory_utilization log_metric zero_force_ds_cpu_optimizer""".split())
+FOREIGN = set("""attention_dropout exclude gpu_memory_utilization log_metric zero_force_ds_cpu_optimizer""".split())
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 

@@ -319,7 +319,8 @@ def test_a_card_tells_what_was_done(shared):
     assert "| `learning_rate` | 0.001 |" in card and "| `alpha` | 1 |" in card and "| `adam_epsilon` |" in card
     assert "16 prompts of [lab/sums](https://huggingface.co/datasets/lab/sums)" in card
     assert "`digit_reward`" in card
-    assert "| accuracy, sums | 0.250 | 0.500 |" in card and "mean reward while training" in card
+    assert "| measured | before | after |\n|---|---|---|\n| accuracy, sums | 0.250 | 0.500 |" in card
+    assert "| while training |  | " in card  # one round: its log is no first one
     for paper in ("2603.02604", "2507.18071", "2402.03300", "vonwerra2020trl"):
         assert paper in card
     adapter = hub.files("me/team-bpe")["README.md"].decode()
@@ -341,9 +342,10 @@ def test_cards_are_written_without_network(agent_folders, tmp_path):
         assert "base_model" not in metadata(card) and "datasets" not in metadata(card)
         assert "license" not in metadata(card) and "maths" in metadata(card)["tags"]
         rewards = [entry[f"{name}/reward"] for entry in history if f"{name}/reward" in entry]
-        assert f"first and last log | {rewards[0]:.3f} | {rewards[-1]:.3f} |" in card
+        assert "| before |" not in card and "| mean reward | first log | last log |" in card
+        assert f"| while training | {rewards[0]:.3f} | {rewards[-1]:.3f} |" in card
         measured = next(entry[f"eval_sums_{name}/reward"] for entry in history if f"eval_sums_{name}/reward" in entry)
-        assert f"| mean reward, evaluation on sums |  | {measured:.3f} |" in card
+        assert f"| in evaluation on sums |  | {measured:.3f} |" in card
         assert f'name = "{name}"  # the folder of this card' in card
     trainer.save_model()
     assert "# Sums-bpe" in (tmp_path / "bpe" / "README.md").read_text()  # what was given is remembered
@@ -374,6 +376,26 @@ def test_a_card_of_an_agent_that_chats(agent_folders, tmp_path):
     assert scope["output"].shape[1] > scope["inputs"]["input_ids"].shape[1]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "line"),
+    [
+        (
+            "Problem: 'a' \\ 1\nSolution:",
+            """prompt = "Problem: 'a' \\\\ 1\\nSolution:"  # the first one of the training""",
+        ),
+        ("1 + 1 = " + "?" * 193, 'prompt = "What is 12 + 34?"  # put yours in the form of the training prompts'),
+    ],
+)
+def test_the_example_in_a_card_has_the_form_of_the_prompts(agent_folders, tmp_path, prompt, line):
+    data = dataset().map(lambda row, i: {"prompt": row["prompt"] if i else prompt}, with_indices=True)
+    team(agent_folders, ["char"], config(tmp_path), train_dataset=data).create_model_card()
+    card = (tmp_path / "char" / "README.md").read_text()
+    assert line in card.splitlines()
+    scope = {}
+    exec(line, scope)
+    assert scope["prompt"] in (prompt, "What is 12 + 34?") and 'tokenizer(prompt, return_tensors="pt")' in card
+
+
 def test_accuracies_are_checked(agent_folders, tmp_path):
     trainer = team(agent_folders, PAIR, config(tmp_path))
     with pytest.raises(ValueError, match="accuracies names other; the agents are char, bpe"):
@@ -386,7 +408,7 @@ def test_accuracies_are_checked(agent_folders, tmp_path):
         trainer.create_model_card(accuracies=str(tmp_path / "results.json"))
     rows = [{"problem": "1", "answer": "2", "correct": [True, False], "votes": [1, 1]}]
     rows[0] |= {"samples": ["", ""], "parsed": ["", ""], "tokens": [1, 1], "finished": [True, True]}
-    from hacpo_trl.benchmarks import EvaluationResult
+    from hacpo_trl.scores import EvaluationResult
 
     EvaluationResult("char", "math_500", {"samples": 2}, rows).save(tmp_path / "results.json")
     trainer.create_model_card(accuracies=tmp_path / "results.json")

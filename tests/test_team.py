@@ -141,6 +141,14 @@ def test_no_agent_is_named_like_a_checkpoint():
     assert "checkpoint-500" in message
 
 
+@pytest.mark.parametrize("name", ["completions", "Completions", "runs"])
+def test_no_agent_is_named_like_a_folder_of_the_run(name):
+    assert resolve_names([f"lab/{name}", name], None) == ["lab", "agent-1"]
+    message = message_of(ValueError, resolve_names, ["a"], [name])
+    assert message == f"agent name '{name}' is that of a folder of the run itself; try 'agent-{name}'."
+    assert resolve_names(["a"], [f"agent-{name}"]) == [f"agent-{name}"]
+
+
 def test_given_names_are_kept():
     assert resolve_names(["x", "x"], ["Weak_1.5b", "strong-3B"]) == ["Weak_1.5b", "strong-3B"]
     assert resolve_names(["x", "x"], ("a", "b")) == ["a", "b"]
