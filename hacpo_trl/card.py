@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _HUB = "https://huggingface.co"
 
-_LONGEST_EXAMPLE = 200  # characters of a training prompt that stands in the card
 
 # Not "before" and "after": a log is a mean of the rounds since the one before it, by an agent that learns
 _REWARD_COLUMNS = ("mean reward", "first log", "last log")
@@ -223,11 +222,14 @@ def _is_chat(agent: "HACPOAgent") -> bool:
 
 
 def _example(agent: "HACPOAgent") -> str:
-    """A prompt in the form that the agent was trained on, as a line of Python."""
+    """A prompt of our own, as a line of Python: the training prompts may be nobody else's business.
+
+    Plain prompts of `to_prompts` are recognised, and then it has their form.
+    """
     if isinstance(agent.train_dataset, Dataset):
         first = agent.train_dataset[0]["prompt"]
-        if isinstance(first, str) and len(first) <= _LONGEST_EXAMPLE:
-            return f"{first!r}  # the first one of the training"
+        if isinstance(first, str) and "Problem: " in first and first.endswith("\nSolution:"):
+            return r'"Problem: What is 12 + 34?\nSolution:"'
     return '"What is 12 + 34?"  # put yours in the form of the training prompts'
 
 

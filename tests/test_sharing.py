@@ -379,11 +379,8 @@ def test_a_card_of_an_agent_that_chats(agent_folders, tmp_path):
 @pytest.mark.parametrize(
     ("prompt", "line"),
     [
-        (
-            "Problem: 'a' \\ 1\nSolution:",
-            """prompt = "Problem: 'a' \\\\ 1\\nSolution:"  # the first one of the training""",
-        ),
-        ("1 + 1 = " + "?" * 193, 'prompt = "What is 12 + 34?"  # put yours in the form of the training prompts'),
+        ("Problem: a secret\nSolution:", r'prompt = "Problem: What is 12 + 34?\nSolution:"'),
+        ("a secret", 'prompt = "What is 12 + 34?"  # put yours in the form of the training prompts'),
     ],
 )
 def test_the_example_in_a_card_has_the_form_of_the_prompts(agent_folders, tmp_path, prompt, line):
@@ -391,9 +388,7 @@ def test_the_example_in_a_card_has_the_form_of_the_prompts(agent_folders, tmp_pa
     team(agent_folders, ["char"], config(tmp_path), train_dataset=data).create_model_card()
     card = (tmp_path / "char" / "README.md").read_text()
     assert line in card.splitlines()
-    scope = {}
-    exec(line, scope)
-    assert scope["prompt"] in (prompt, "What is 12 + 34?") and 'tokenizer(prompt, return_tensors="pt")' in card
+    assert "secret" not in card and 'tokenizer(prompt, return_tensors="pt")' in card
 
 
 def test_accuracies_are_checked(agent_folders, tmp_path):
