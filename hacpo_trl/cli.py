@@ -74,6 +74,13 @@ def _report(parsed: argparse.Namespace, extra: list[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
+    except ImportError as error:
+        print(
+            f"hacpo report: error: the page's curves and tables need {error.name or error}, which is not installed: "
+            'pip install "hacpo_trl[report]".',
+            file=sys.stderr,
+        )
+        return 2
     return 0
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
 import warnings
@@ -164,6 +165,16 @@ class HACPOConfig(GRPOConfig):
         default="constant", metadata={"help": "Course of the learning rate over the run; 'constant' as in the paper."}
     )
 
+    # Fields that do something else here than TRL's help says
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={"help": "Micro-batches of own responses in a round, by default 2 x gradient_accumulation_steps."},
+    )
+    log_completions: bool = field(
+        default=False,
+        metadata={"help": "Keep a Parquet table of all agents' responses of every round, and print some of them."},
+    )
+
     # HACPO's own
     method: str = field(
         default="hacpo",
@@ -318,12 +329,16 @@ class HACPOConfig(GRPOConfig):
             "num_iterations": 1,
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": 1,
+            "max_completion_length": 1,
         }
         for name, smallest in least.items():
             if not (isinstance(getattr(self, name), int) and getattr(self, name) >= smallest):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least {smallest}.")
         if self.sampling_batch_size is not None and not self.sampling_batch_size >= 1:
             raise ValueError(f"sampling_batch_size={self.sampling_batch_size} must be at least 1.")
+        for name in ("learning_rate", "alpha", "advantage_epsilon", "beta", "temperature"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number, e.g. {_default(name):g}.")
         if not self.learning_rate >= 0:
             raise ValueError(f"learning_rate={self.learning_rate} must not be negative.")
         if not isinstance(self.max_rounds, int):

@@ -1,11 +1,16 @@
 """Maths data sets with a final answer: from the Hub or from local files, in the form that the trainer takes."""
 
+import csv
+import io
 import json
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 from datasets import Dataset, load_dataset
 
 logger = logging.getLogger(__name__)
@@ -14,6 +19,10 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 _PROBLEM_COLUMNS = ("problem", "question", "prompt", "query", "instruction", "input")
 _ANSWER_COLUMNS = ("final_answer", "answer", "gold", "target", "expected_answer", "solution", "output")
+
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+_OTHER_ENDINGS = (".txt", ".tsv", ".xlsx", ".xls", ".zip", ".gz", ".ndjson", ".arrow")  # files, but none that we read
+_FIRST_ROWS = 1000  # that tell which columns there are
 
 
 def extract_answer(text: Any) -> str | None:
@@ -74,75 +83,171 @@ def load_problems(
         limit: take the first problems only.
 
     Returns:
-        Rows with "problem" and "answer". Rows without a problem or an answer are left out, and their number is logged.
+        Rows with "problem" and "answer". Rows without a problem or an answer are left out, and which they are is
+        logged.
 
     Raises:
         ValueError: naming file, line and column of what cannot be read.
     """
-    rows = _read_file(source) if os.path.isfile(source) else _read_hub(source, split, name)
-    columns = list(rows[0]) if rows else []
+    if limit is not None and limit < 1:
+        raise ValueError(f"{limit} is no number of problems to take from {source}; use at least 1, or None for all.")
+    places, rows = _read_file(source) if os.path.isfile(source) else _read_hub(source, split, name)
+    if not rows:
+        raise ValueError(f"{source} is empty: it has no rows.")
+    columns = list(dict.fromkeys(column for row in rows[:_FIRST_ROWS] for column in row))
     problem = _column(columns, problem_column, _PROBLEM_COLUMNS, "problem", source)
     answer = _column(columns, answer_column, [c for c in _ANSWER_COLUMNS if c != problem], "answer", source)
-    problems = []
-    for row in rows:
+    problems, left_out = [], []
+    for place, row in zip(places, rows, strict=True):
         text, final = row.get(problem), extract_answer(row.get(answer))
-        if isinstance(text, str) and text.strip() and final is not None:
+        if text is not None and not isinstance(text, str) and text == text:  # NaN stands for nothing
+            kind = "a number" if isinstance(text, (int, float)) else f"of type {type(text).__name__}"
+            raise ValueError(
+                f"{source}, {place}: the problem in column {problem!r} is {text!r:.80}, {kind} and not text. Put "
+                "it in quotes, or name another column with problem_column."
+            )
+        if text and text == text and text.strip() and final is not None:
             problems.append({"problem": text.strip(), "answer": final})
             if limit is not None and len(problems) == limit:
                 break
-    else:
-        if len(problems) < len(rows):
-            logger.warning(
-                "%s: %d of %d rows have no problem or no answer.", source, len(rows) - len(problems), len(rows)
-            )
+        else:
+            left_out.append(place)
     if not problems:
         raise ValueError(f"{source}: none of the {len(rows)} rows has both {problem!r} and {answer!r}.")
+    if left_out:
+        logger.warning(
+            "%s: %d of %d rows have no %r or no %r and are left out: %s%s.",
+            source, len(left_out), len(rows), problem, answer, ", ".join(left_out[:5]), ", ..." * (len(left_out) > 5),
+        )  # fmt: skip
     return problems
 
 
-def _read_file(path: str) -> list[dict[str, Any]]:
+def is_local(source: str) -> bool:
+    """Whether a source of problems is, or was meant to be, a file or a folder and not the id of a data set."""
+    ending = os.path.splitext(source)[1].lower()
+    return os.path.exists(source) or ending in _ENDINGS + _OTHER_ENDINGS or source.startswith(("/", "./", "../"))
+
+
+def _read_file(path: str) -> tuple[list[str], list[dict[str, Any]]]:
+    """The rows of a file, and where each stands."""
     ending = os.path.splitext(path)[1].lower()
     if ending == ".jsonl":
-        with open(path, encoding="utf-8", newline="\n") as file:  # other line separators may stand inside a problem
-            lines = file.read().split("\n")
-        rows = []
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}, column {error.colno}: no JSON: {error.msg}.") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number}: expected an object {{...}}, got {type(row).__name__}.")
-            rows.append(row)
-        return rows
+        return _read_json_lines(path)
     if ending == ".json":
-        with open(path, encoding="utf-8") as file:
-            try:
-                rows = json.load(file)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"{path}: expected a list of objects. One object a line is JSON Lines: name it .jsonl.")
-        return rows
-    if ending in (".csv", ".parquet"):
-        return list(load_dataset(ending[1:], data_files=path, split="train"))
-    raise ValueError(
-        f"{path}: cannot read {ending or 'a file without an ending'}; use .jsonl, .json, .csv or .parquet."
-    )
+        rows = _read_json(path)
+    elif ending == ".csv":
+        return _read_csv(path)
+    elif ending == ".parquet":
+        if not os.path.getsize(path):
+            raise ValueError(f"{path} is empty.")
+        try:
+            rows = pyarrow.parquet.ParquetFile(path).read().to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: no Parquet file that can be read: {error}") from error
+    else:
+        raise ValueError(
+            f"{path}: cannot read {ending or 'a file without an ending'}; use .jsonl, .json, .csv or .parquet."
+        )
+    return [f"row {number}" for number in range(1, len(rows) + 1)], rows
 
 
-def _read_hub(source: str, split: str, name: str | None) -> list[dict[str, Any]]:
-    if os.path.splitext(source)[1].lower() in (".jsonl", ".json", ".csv", ".parquet"):
+def _read_text(path: str) -> str:
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        column = len(before[before.rfind(b"\n") + 1 :].decode("utf-8")) + 1
+        place = f"{path}, line {before.count(10) + 1}, column {column}"
+        raise ValueError(
+            f"{place}: the byte 0x{content[error.start]:02x} is no UTF-8. Save the file as UTF-8; of Latin-1 "
+            "`iconv -f latin1 -t utf-8` makes it."
+        ) from None
+    text = text.removeprefix("\ufeff")  # what some editors put in front
+    if not text.strip():
+        raise ValueError(f"{path} is empty.")
+    return text
+
+
+def _read_json_lines(path: str) -> tuple[list[str], list[dict[str, Any]]]:
+    places, rows = [], []
+    for number, line in enumerate(_read_text(path).split("\n"), 1):  # other separators may stand inside a problem
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}, column {error.colno}: no JSON: {error.msg}.") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: expected an object {{...}}, got {type(row).__name__}.")
+        places.append(f"line {number}")
+        rows.append(row)
+    return places, rows
+
+
+def _read_json(path: str) -> list[dict[str, Any]]:
+    text = _read_text(path)
+    try:
+        rows = json.loads(text)
+    except json.JSONDecodeError as error:
+        if _is_object(text.strip().split("\n")[0]):
+            raise ValueError(f"{path}: one object a line is JSON Lines: name it .jsonl.") from None
+        raise ValueError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path}: expected a list of objects. One object a line is JSON Lines: name it .jsonl.")
+    return rows
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+def _read_csv(path: str) -> tuple[list[str], list[dict[str, Any]]]:
+    text = _read_text(path)
+    places, rows, before = [], [], 0
+    usual = csv.field_size_limit(sys.maxsize)  # a solution may be longer than a field usually is
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        header: list[str] | None = None
+        try:
+            for fields in reader:
+                line, before = before + 1, reader.line_num
+                if not fields:
+                    continue
+                if header is None:
+                    header = [field.strip() for field in fields]
+                    continue
+                if len(fields) > len(header):
+                    raise ValueError(
+                        f"{path}, line {line}: {len(fields)} fields, but the header has {len(header)} columns "
+                        f"({', '.join(header)}). A text with a comma stands in double quotes."
+                    )
+                places.append(f"line {line}")
+                rows.append(dict(zip(header, fields, strict=False)))
+        except csv.Error as error:
+            raise ValueError(
+                f"{path}, line {before + 1}: no CSV: {error}. A double quote inside a quoted text is written twice."
+            ) from None
+    finally:
+        csv.field_size_limit(usual)
+    return places, rows
+
+
+def _read_hub(source: str, split: str, name: str | None) -> tuple[list[str], list[dict[str, Any]]]:
+    if is_local(source) and not os.path.exists(source):
         raise ValueError(f"{source}: there is no such file.")
     try:
-        return list(load_dataset(source, name, split=split))
+        rows = list(load_dataset(source, name, split=split))
     except Exception as error:
         raise ValueError(
             f"{source!r} is no local file, and could not be loaded from the Hub (split {split!r}, configuration "
             f"{name!r}): {error}"
         ) from error
+    return [f"row {number}" for number in range(1, len(rows) + 1)], rows
 
 
 def _column(columns: Sequence[str], given: str | None, known: Sequence[str], what: str, source: str) -> str:

@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The options."""
     known = ", ".join(f"{b.name} ({b.source})" for b in BENCHMARKS.values())
     parser = argparse.ArgumentParser(
-        prog="evaluate_math.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="hacpo evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("models", nargs="*", metavar="MODEL", help="Hub ids or folders, also of adapters")

@@ -112,6 +112,10 @@ def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[
     for model, name, args in zip(models, names, configs, strict=True):
         if not _is_path(model):
             continue
+        path = os.fspath(model)
+        if not os.path.exists(path) and (path.startswith(("/", "./", "../", "~")) or path.count("/") > 1):
+            problems.append(f"- {name}: {path!r}: there is no such folder")
+            continue
         try:
             AutoConfig.from_pretrained(model, **_origin(args))
         except Exception as error:  # whatever it is, it is this model's problem and is told as such

@@ -4,19 +4,22 @@ Every field of HACPOConfig, of TRL's ModelConfig (LoRA, quantization, dtype, att
 given on the command line or in a YAML file named by --config; the command line wins.
 """
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import yaml
 from transformers import AutoConfig, AutoTokenizer
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .config import HACPOConfig
-from .data import INSTRUCTION, load_problems, to_prompts
+from .data import INSTRUCTION, is_local, load_problems, to_prompts
 from .rewards import math_reward
 from .sharing import check_sharing
-from .team import check_models, resolve_names
+from .team import check_dataset, check_models, resolve_names
 from .trainer import HACPOTrainer
 
 
@@ -47,6 +50,40 @@ class ScriptArguments:
     )
 
 
+class _Parser(TrlParser):
+    """The options of `hacpo train`; what is wrong with them is told in one sentence."""
+
+    def error(self, message: str) -> None:
+        sys.exit(_failure(message))
+
+    def parse_known_args(self, args=None, namespace=None):
+        namespace, rest = super().parse_known_args(args, namespace)
+        if rest:
+            name = next((text.partition("=")[0] for text in rest if text.startswith("--")), None)
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            self.error(
+                f"unexpected argument {rest[0]!r}." if name is None else f"unknown option {name}.{_near(name, known)}"
+            )
+        return namespace, rest
+
+    def set_defaults_with_config(self, **kwargs) -> list[str]:
+        known = [action.dest for action in self._actions]
+        for key in kwargs:
+            if key not in known:
+                raise ValueError(f"the file of --config sets {key!r}, which is no setting.{_near(str(key), known)}")
+        return super().set_defaults_with_config(**kwargs)
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _failure(error: Any) -> int:
+    print(f"hacpo train: error: {error}", file=sys.stderr)
+    return 2
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Trains, or with --dry_run prints the plan.
 
@@ -54,55 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: by default those of the process.
 
     Returns:
-        The exit code.
+        The exit code. What goes wrong by the user's doing before the training starts is told in one sentence, with 2.
     """
-    parser = TrlParser((ScriptArguments, HACPOConfig, ModelConfig))
-    script, args, model_args = parser.parse_args_and_config(None if arguments is None else list(arguments))
-    if not script.models:
-        sys.exit("Which models? Give --models with one Hub id or folder for each agent.")
-    if model_args.model_name_or_path:
-        sys.exit("--model_name_or_path is for one model; give --models with one Hub id or folder for each agent.")
-    if not script.dataset:
-        sys.exit("Which problems? Give --dataset with a Hub id or a local file.")
-
-    quantization = get_quantization_config(model_args)
-    init = {"attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype}
-    if model_args.model_revision not in (None, "main"):
-        init["revision"] = model_args.model_revision
-    args.model_init_kwargs = {**{k: v for k, v in init.items() if v is not None}, **(args.model_init_kwargs or {})}
-
-    if script.dry_run:
-        print(describe(script, args, model_args))
-        return 0
-
-    def prompts(source: str, **kwargs):
-        columns = {"problem_column": script.problem_column, "answer_column": script.answer_column}
-        problems = load_problems(source, **columns, **kwargs)
-        return to_prompts(problems, chat=chat, system_prompt=script.system_prompt, instruction=script.instruction)
-
-    chat = script.prompt_format == "chat"
-    if script.prompt_format == "auto":
-        try:
-            chat = all(
-                AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code).chat_template
-                for model in script.models
-            )
-        except (OSError, ValueError):  # a model that is not there: the trainer says which, of all
-            chat = False
-        print(f"Prompts are {'chats' if chat else 'plain text: not every agent has a chat template'}.")
-    train = prompts(script.dataset, split=script.dataset_split, name=script.dataset_config, limit=script.max_problems)
-    trainer = HACPOTrainer(
-        models=script.models,
-        reward_funcs=math_reward,
-        args=args,
-        train_dataset=train,
-        eval_dataset=prompts(script.eval_dataset_file) if script.eval_dataset_file else None,
-        peft_configs=get_peft_config(model_args),
-        quantization_configs=quantization,
-        agent_names=script.agent_names,
-    )
-    if not os.path.exists(script.dataset):
-        trainer.card_details["dataset_name"] = script.dataset
+    try:
+        script, args, model_args = _parse(sys.argv[1:] if arguments is None else list(arguments))
+        quantization = get_quantization_config(model_args)
+        if script.dry_run:
+            print(describe(script, args, model_args))
+            return 0
+        trainer = _build(script, args, model_args, quantization)
+    except (ValueError, ImportError, FileNotFoundError, IsADirectoryError) as error:
+        return _failure(error)
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
     if args.push_to_hub:
@@ -114,8 +113,91 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelConfig]:
+    """The settings of a command line, and what can be told to be wrong without reading anything else."""
+    parser = _Parser((ScriptArguments, HACPOConfig, ModelConfig), prog="hacpo train")
+    words = [word for text in arguments for word in (text.split("=", 1) if text.startswith("--config=") else [text])]
+    if words and words[-1] == "--config":
+        parser.error("which file? Give --config with a YAML file.")
+    try:
+        script, args, model_args = parser.parse_args_and_config(words)
+    except FileNotFoundError as error:
+        raise ValueError(f"--config {error.filename}: there is no such file.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        file = words[words.index("--config") + 1]
+        raise ValueError(f"{file}{place}: no YAML: {getattr(error, 'problem', None) or error}.") from None
+    if not script.models:
+        raise ValueError("Which models? Give --models with one Hub id or folder for each agent.")
+    if isinstance(script.models, str):
+        raise ValueError(f"models must be a list with one Hub id or folder for each agent, not {script.models!r}.")
+    if model_args.model_name_or_path:
+        raise ValueError(
+            "--model_name_or_path is for one model; give --models with one Hub id or folder for each agent."
+        )
+    if not script.dataset:
+        raise ValueError("Which problems? Give --dataset with a Hub id or a local file.")
+    if script.prompt_format not in ("auto", "chat", "plain"):  # of a YAML file
+        raise ValueError(f"prompt_format={script.prompt_format!r} is unknown; use one of auto, chat, plain.")
+    evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no"
+    if script.eval_dataset_file and not (evaluates or args.eval_on_start):
+        raise ValueError(
+            f"--eval_dataset_file {script.eval_dataset_file} would never be read: --eval_strategy is 'no', so nothing "
+            "is evaluated. Add --eval_strategy steps --eval_steps N, with N in updates."
+        )
+    if evaluates and not script.eval_dataset_file:
+        raise ValueError(
+            "--eval_strategy asks for evaluations, but there is nothing to evaluate on. Give --eval_dataset_file with "
+            "a local file, or leave --eval_strategy out."
+        )
+    init = {"attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype}
+    if model_args.model_revision not in (None, "main"):
+        init["revision"] = model_args.model_revision
+    args.model_init_kwargs = {**{k: v for k, v in init.items() if v is not None}, **(args.model_init_kwargs or {})}
+    return script, args, model_args
+
+
+def _problems(script: ScriptArguments, *, evaluation: bool = False) -> list[dict[str, str]]:
+    columns = {"problem_column": script.problem_column, "answer_column": script.answer_column}
+    if evaluation:
+        return load_problems(script.eval_dataset_file, **columns)
+    return load_problems(
+        script.dataset, split=script.dataset_split, name=script.dataset_config, limit=script.max_problems, **columns
+    )
+
+
+def _build(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, quantization: Any) -> HACPOTrainer:
+    chat = script.prompt_format == "chat"
+    if script.prompt_format == "auto":
+        try:
+            chat = all(
+                AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code).chat_template
+                for model in script.models
+            )
+        except (OSError, ValueError):  # a model that is not there: the trainer says which, of all
+            chat = False
+        print(f"Prompts are {'chats' if chat else 'plain text: not every agent has a chat template'}.")
+    form = {"chat": chat, "system_prompt": script.system_prompt, "instruction": script.instruction}
+    trainer = HACPOTrainer(
+        models=script.models,
+        reward_funcs=math_reward,
+        args=args,
+        train_dataset=to_prompts(_problems(script), **form),
+        eval_dataset=to_prompts(_problems(script, evaluation=True), **form) if script.eval_dataset_file else None,
+        peft_configs=get_peft_config(model_args),
+        quantization_configs=quantization,
+        agent_names=script.agent_names,
+    )
+    if not os.path.exists(script.dataset):
+        trainer.card_details["dataset_name"] = script.dataset
+    return trainer
+
+
 def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig) -> str:
     """The plan of a run: agents, the arithmetic of a round, and an estimate of the memory.
+
+    Local problems are read and checked as the run does it; data sets of the Hub are not looked at.
 
     Args:
         script: what to train on what.
@@ -177,14 +259,26 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
         checkpointing=bool(args.gradient_checkpointing),
     )
     lines.append(f"memory on each GPU, estimated for prompts of 1024 tokens: {team.total / GIB:.1f} GiB")
-    if script.dataset.endswith((".jsonl", ".json", ".csv", ".parquet")) and os.path.isfile(script.dataset):
-        columns = {"problem_column": script.problem_column, "answer_column": script.answer_column}
-        problems = len(load_problems(script.dataset, limit=script.max_problems, **columns))
+    if is_local(script.dataset):
+        problems = len(_checked(_problems(script), configs))
         rounds = args.max_rounds if args.max_rounds > 0 else int(args.num_train_epochs * (problems // prompts))
         if args.max_steps > 0:
             rounds = args.max_steps // updates
         lines.append(f"{problems} problems, {rounds} rounds, {rounds * updates} updates of an agent")
+    else:
+        lines.append(f"{script.dataset}: a data set of the Hub, not looked at")
+    if script.eval_dataset_file and is_local(script.eval_dataset_file):
+        count = len(_checked(_problems(script, evaluation=True), configs, evaluation=True))
+        lines.append(f"{count} problems to evaluate on")
+    elif script.eval_dataset_file:
+        lines.append(f"{script.eval_dataset_file}, to evaluate on: a data set of the Hub, not looked at")
     if args.push_to_hub:
         pushed = ", ".join(f"{name} to {repository}" for name, repository in zip(names, repositories, strict=True))
         lines.append(f"pushed to the Hub: {pushed}")
     return "\n".join(lines)
+
+
+def _checked(problems: list[dict[str, str]], configs: Sequence[HACPOConfig], *, evaluation: bool = False) -> list:
+    """The problems, if the trainer would take them; as plain text, since that needs no tokenizer."""
+    check_dataset(to_prompts(problems, chat=False), [], [], configs, evaluation=evaluation)
+    return problems

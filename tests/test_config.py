@@ -252,6 +252,12 @@ def test_nan_is_refused(name):
     refused(name.replace("peer_clip_", "delta_") if "clip" in name else name, **{name: float("nan")})
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "alpha", "advantage_epsilon", "beta", "temperature"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_numbers_are_finite(name, value):
+    refused(f"{name}={value} must be a finite number, e.g. ", **{name: float(value)})
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -259,6 +265,7 @@ def test_nan_is_refused(name):
         {"gradient_accumulation_steps": 0},
         {"num_iterations": 0},
         {"per_device_train_batch_size": 0},
+        {"max_completion_length": 0},
         {"temperature": 0.0},
         {"temperature": -1.0},
     ],
@@ -832,3 +839,11 @@ def test_warning_of_a_peers_clip_range_that_closes_in_a_round():
         args.check_agents([f"agent-{i}" for i in range(4)])
         for changes in ({"peer_clip_step": 0.02}, {"peer_clip_delta": None}, {"method": "naive"}):  # 0.02: as advised
             config(**changes).check_agents([f"agent-{i}" for i in range(5)])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("steps_per_generation", "2 x gradient_acc"), ("log_completions", "Parquet")]
+)
+def test_help_of_fields_that_do_something_else_than_in_trl(name, says):
+    text = HACPOConfig.__dataclass_fields__[name].metadata["help"]
+    assert says in text and len(text) <= 110

@@ -76,7 +76,7 @@ def test_dry_run_prints_the_plan(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [([], "Which models"), (["--models", "x"], "Which problems")])
 def test_train_math_asks_for_what_is_missing(tmp_path, arguments, message):
     done = run_script("train_math.py", "--output_dir", "out", "--use_cpu", "--bf16", "false", *arguments, cwd=tmp_path)
-    assert done.returncode == 1 and message in done.stderr
+    assert done.returncode == 2 and f"hacpo train: error: {message}" in done.stderr
 
 
 def test_table_of_accuracies():

@@ -1,0 +1,180 @@
+"""`hacpo train`: what is wrong is told in one sentence before anything is loaded, by a dry run as by a run."""
+
+import json
+import sys
+
+import pytest
+
+from hacpo_trl import cli, evaluate, train
+from hacpo_trl.playground import shipped_agent
+from hacpo_trl.train import main
+
+MODELS = [shipped_agent("tiny-char"), shipped_agent("tiny-bpe")]
+SMALL = "--use_cpu --bf16 false --num_generations 4 --per_device_train_batch_size 8 --report_to none".split()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"problem": f"1 + {i}?", "answer": str(1 + i)} for i in range(8)]
+    (tmp_path / "ok.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "two.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
+    (tmp_path / "data.txt").write_text("x")
+    (tmp_path / "bad.csv").write_text("problem,answer\na,b,c\n")
+    return tmp_path
+
+
+def said(capsys, *options, dataset="ok.jsonl", models=MODELS):
+    """The one line of an error."""
+    try:
+        code = main(["--models", *models, "--dataset", dataset, "--output_dir", "out", *SMALL, *options])
+    except SystemExit as end:
+        code = end.code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code == 2, lines
+    assert lines[0].startswith("hacpo train: error: ")
+    return "\n".join(lines).removeprefix("hacpo train: error: ")
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch):
+    for name in ("load_problems", "HACPOTrainer", "describe", "AutoTokenizer"):
+        monkeypatch.delattr(train, name)
+
+
+@pytest.mark.parametrize("options", [[], ["--dry_run"]], ids=["run", "dry run"])
+def test_a_file_that_nothing_evaluates(capsys, nothing_loaded, options):
+    message = said(capsys, "--eval_dataset_file", "ok.jsonl", *options)
+    assert "--eval_dataset_file ok.jsonl would never be read" in message
+    assert "--eval_strategy steps --eval_steps N" in message
+
+
+def test_nothing_to_evaluate_on(capsys, nothing_loaded):
+    assert "Give --eval_dataset_file" in said(capsys, "--eval_strategy", "steps", "--eval_steps", "4")
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ("lost.jsonl", [], "lost.jsonl: there is no such file."),
+        ("data.txt", [], "data.txt: cannot read .txt; use .jsonl, .json, .csv or .parquet."),
+        ("bad.csv", [], "bad.csv, line 2: 3 fields, but the header has 2 columns"),
+        ("ok.jsonl", ["--problem_column", "x"], "ok.jsonl: there is no column 'x'"),
+        ("two.jsonl", [], "train_dataset has 2 prompts, but a round takes 4 (generation_batch_size=16 /"),
+        ("ok.jsonl", ["--max_problems", "1"], "train_dataset has 1 prompts, but a round takes 4"),
+        ("ok.jsonl", ["--max_problems", "0"], "0 is no number of problems to take from ok.jsonl"),
+        (
+            "ok.jsonl",
+            "--eval_dataset_file lost.csv --eval_strategy steps --eval_steps 4".split(),
+            "lost.csv: there is no such file.",
+        ),
+        ("ok.jsonl", ["--max_completion_length", "0"], "max_completion_length=0 must be a whole number, at least 1."),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(capsys, dataset, options, message, dry):
+    found = said(capsys, *options, *dry, dataset=dataset)
+    assert found.startswith(message) and "Traceback" not in found
+
+
+def test_a_dry_run_tells_what_it_has_not_looked_at(capsys):
+    options = ["--eval_dataset_file", "two.jsonl", "--eval_strategy", "steps", "--eval_steps", "4"]
+    assert (
+        main(["--models", *MODELS, "--dataset", "lab/maths", "--output_dir", "o", *SMALL, *options, "--dry_run"]) == 0
+    )
+    plan = capsys.readouterr().out
+    assert "lab/maths: a data set of the Hub, not looked at" in plan and "2 problems to evaluate on" in plan
+    assert main(["--models", *MODELS, "--dataset", "ok.jsonl", "--output_dir", "o", *SMALL, "--dry_run"]) == 0
+    assert "8 problems, 2 rounds" in capsys.readouterr().out
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--learnin_rate", "1e-6"], "unknown option --learnin_rate. Did you mean --learning_rate?"),
+        (["--max-runds=3"], "unknown option --max-runds. Did you mean --max-rounds?"),
+        (["--xyzzy"], "unknown option --xyzzy."),
+        (["--alpha", "1", "2"], "unexpected argument '2'."),
+        (["--alpha", "much"], "argument --alpha: invalid float value: 'much'"),
+        (["--learning_rate", "inf"], "learning_rate=inf must be a finite number, e.g. 1e-06."),
+        (["--config"], "which file? Give --config with a YAML file."),
+        (["--config", "lost.yaml"], "--config lost.yaml: there is no such file."),
+    ],
+)
+def test_options_that_are_wrong(capsys, options, message):
+    assert said(capsys, *options) == message
+
+
+def test_an_unknown_choice(capsys):
+    message = said(capsys, "--method", "hacpo2")
+    assert message.startswith("argument --method: invalid choice: 'hacpo2' (choose from") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "learnin_rate: 1",
+            "the file of --config sets 'learnin_rate', which is no setting. Did you mean learning_rate?",
+        ),
+        ("alpha: 1\nbeta: [1", "run.yaml, line 2, column 9: no YAML: "),
+        ("- alpha", "Config file run.yaml must contain a YAML mapping."),
+        ("prompt_format: chats", "prompt_format='chats' is unknown; use one of auto, chat, plain."),
+        ("alpha: much", "argument --alpha: invalid float value: 'much'"),
+    ],
+)
+@pytest.mark.parametrize("form", ["--config run.yaml", "--config=run.yaml"])
+def test_files_that_are_wrong(folder, capsys, content, message, form):
+    (folder / "run.yaml").write_text(content)
+    assert said(capsys, *form.split()).startswith(message)
+
+
+def test_models_in_a_file_are_a_list(folder, capsys):
+    (folder / "run.yaml").write_text("models: a\ndataset: ok.jsonl\noutput_dir: out")
+    assert main(["--config", "run.yaml", *SMALL]) == 2
+    assert "models must be a list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["./lost", "/lost/agent", "lost/far/away"])
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
+def test_folders_that_are_not_there(capsys, model, dry):
+    assert f"{model!r}: there is no such folder" in said(capsys, *dry, models=[MODELS[0], model])
+
+
+def test_what_goes_wrong_in_training_keeps_its_traceback(capsys, monkeypatch):
+    class Trainer:
+        def __init__(self, **kwargs):
+            self.card_details = {}
+
+        def train(self, **kwargs):
+            raise ValueError("of a reward function")
+
+    monkeypatch.setattr(train, "HACPOTrainer", Trainer)
+    with pytest.raises(ValueError, match="of a reward function"):
+        main(["--models", *MODELS, "--dataset", "ok.jsonl", "--output_dir", "out", *SMALL])
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_helps_name_the_command(capsys):
+    assert evaluate.build_parser().format_usage().startswith("usage: hacpo evaluate ")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert capsys.readouterr().out.startswith("usage: hacpo train ")
+
+
+def test_a_report_without_matplotlib(folder, capsys, monkeypatch):
+    settings = {"agents": ["a"], "shares_rollouts": True, "method": "hacpo", "settings": {}}
+    (folder / "hacpo_run.json").write_text(json.dumps(settings))
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "a/reward": 0.5}]}))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(folder)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "need matplotlib" in lines[0] and 'pip install "hacpo_trl[report]"' in lines[0]
