@@ -83,10 +83,25 @@ def test_settings_share_the_runs_of_an_agent_alone(tmp_path):
     both = compare_methods.plan(tmp_path, ["skill", "four"], ["gspo"], 1)
     assert len(both) == 4  # llama-add and olmo-sub are in both
     assert rounds_of("four", ("olmo-sub",)) == SETTINGS["skill"].rounds > SETTINGS["four"].rounds
-    assert rounds_of("long", ("olmo-sub",)) == SETTINGS["long"].rounds
+    assert run_file(tmp_path, "four", ("olmo-sub",), "gspo", 0) == run_file(
+        tmp_path, "skill", ("olmo-sub",), "gspo", 0
+    )
+
+
+def test_long_settings_have_runs_of_their_own_of_agents_alone(tmp_path, monkeypatch):
+    long = compare_settings.Setting(SETTINGS["skill"].agents, "a test", rounds=compare_settings.LONG + 8)
+    monkeypatch.setitem(SETTINGS, "long", long)
+    assert rounds_of("long", ("olmo-sub",)) == long.rounds and rounds_of("skill", ("olmo-sub",)) < long.rounds
     assert run_file(tmp_path, "long", ("olmo-sub",), "gspo", 0) != run_file(
         tmp_path, "skill", ("olmo-sub",), "gspo", 0
     )
+
+
+def test_arms_of_a_setting():
+    assert "hacpo-half-rate" in compare_settings.arms_of("four")
+    assert "hacpo-half-rate" not in compare_settings.arms_of("skill")
+    assert "shared-length" in compare_settings.arms_of("model")
+    assert "shared-length" not in compare_settings.arms_of("size")  # one tokenizer: nothing changes
 
 
 def test_every_agent_is_measured_at_the_end_of_every_setting():
