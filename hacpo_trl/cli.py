@@ -75,11 +75,8 @@ def _report(parsed: argparse.Namespace, extra: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     except ImportError as error:
-        print(
-            f"hacpo report: error: the page's curves and tables need {error.name or error}, which is not installed: "
-            'pip install "hacpo_trl[report]".',
-            file=sys.stderr,
-        )
+        remedy = "" if "pip install" in str(error) else ': pip install "hacpo_trl[report]"'
+        print(f"hacpo report: error: {error}{remedy}.", file=sys.stderr)
         return 2
     return 0
 

@@ -177,4 +177,5 @@ def test_a_report_without_matplotlib(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["report", str(folder)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "need matplotlib" in lines[0] and 'pip install "hacpo_trl[report]"' in lines[0]
+    message = 'hacpo report: error: The page of a run needs matplotlib: pip install "hacpo_trl[report]".'
+    assert lines == [message]
