@@ -106,10 +106,12 @@ def measure(model, tokenizer, problems: dict[str, list[dict[str, str]]], seed: i
     return result
 
 
-def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: int) -> float:
-    """One run; its result goes to its file. Returns the seconds that it took."""
+def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, seed: int):
+    """A team in its starting state, quiet, and how many updates its leader makes in a round.
+
+    Its own files go to a scratch folder of this process.
+    """
     import torch
-    from transformers import TrainerCallback
     from transformers.utils import logging
 
     from hacpo_trl import HACPOConfig, HACPOTrainer
@@ -119,16 +121,11 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
-    started = time.perf_counter()
-    rounds, task, entry = rounds_of(setting, agents), task_of(agents), ARMS[arm]
-    problems = held_out(task)
-    prompts, _ = make_split(task, PROMPTS * rounds, 0, seed=1000 + seed)
-    scratch = folder / "scratch" / f"{os.getpid()}"
+    prompts, _ = make_split(task_of(agents), PROMPTS * rounds, 0, seed=1000 + seed)
     options = options_of(arm)
-    sources = 1 if entry.alone else len(agents)
-    updates = sources * options["steps_per_generation"]
+    updates = (1 if ARMS[arm].alone else len(agents)) * options["steps_per_generation"]
     args = HACPOConfig(
-        str(scratch),
+        str(folder / "scratch" / f"{os.getpid()}"),
         max_rounds=rounds,
         seed=seed,
         shuffle_dataset=False,
@@ -150,6 +147,17 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
             agent_names=list(agents),
         )
     trainer.remove_callback(RoundProgress)
+    return trainer, updates
+
+
+def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: int) -> float:
+    """One run; its result goes to its file. Returns the seconds that it took."""
+    from transformers import TrainerCallback
+
+    started = time.perf_counter()
+    rounds, entry = rounds_of(setting, agents), ARMS[arm]
+    problems = held_out(task_of(agents))
+    trainer, updates = make_trainer(folder, agents, arm, rounds, seed)
     points: dict[str, list[dict[str, Any]]] = {
         name: [{"round": 0, "responses": 0, **_start(folder, name)}] for name in agents
     }
@@ -174,7 +182,7 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
         "arm": arm,
         "seed": seed,
         "fingerprint": run_fingerprint(agents, arm, rounds),
-        "options": options,
+        "options": options_of(arm),
         "agents": {
             name: {"points": points[name], "rewards": [h[f"{name}/reward"] for h in history if f"{name}/reward" in h]}
             for name in agents
@@ -187,7 +195,7 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
     part = path.with_suffix(f".part{os.getpid()}")
     part.write_text(json.dumps(result))
     os.replace(part, path)
-    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
     return result["seconds"]
 
 

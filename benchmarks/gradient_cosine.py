@@ -10,8 +10,6 @@ the cosine 0, with a standard deviation of about one over the square root of the
 """
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -24,15 +22,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.filterwarnings("ignore")
 
 import torch
-from compare_methods import build_agent_folder
-from compare_settings import ARMS, GENERATIONS, LONG, PROMPTS, SETTINGS, UPDATE_ROWS, options_of, task_of
+from compare_methods import build_agent_folder, make_trainer
+from compare_settings import ARMS, GENERATIONS, LONG, PROMPTS, SETTINGS, UPDATE_ROWS, task_of
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from hacpo_trl import HACPOConfig, HACPOTrainer
-from hacpo_trl.playground import answer_reward, make_dataset, make_split
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl import HACPOTrainer
+from hacpo_trl.playground import make_dataset, make_split
 
 EVERY = 2  # rounds between two measurements
 
@@ -94,34 +91,9 @@ def run(folder: Path, setting: str, arm: str, seed: int) -> list[dict]:
     agents, rounds = SETTINGS[setting].agents, SETTINGS[setting].rounds
     for name in agents:
         build_agent_folder(folder, name)
-    task, options = task_of(agents), options_of(arm)
-    prompts, _ = make_split(task, PROMPTS * rounds, 0, seed=1000 + seed)
-    pool, _ = make_split(task, PROMPTS, 0, seed=999)
+    pool, _ = make_split(task_of(agents), PROMPTS, 0, seed=999)
     pool = list(make_dataset(pool))
-    updates = len(agents) * options["steps_per_generation"]
-    args = HACPOConfig(
-        str(folder / "scratch" / "cosine"),
-        max_rounds=rounds,
-        seed=seed,
-        shuffle_dataset=False,
-        logging_steps=updates,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        **options,
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = HACPOTrainer(
-            models=[str(folder / "agents" / name) for name in agents],
-            reward_funcs=answer_reward,
-            args=args,
-            train_dataset=make_dataset(prompts),
-            agent_names=list(agents),
-        )
-    trainer.remove_callback(RoundProgress)
+    trainer, updates = make_trainer(folder, agents, arm, rounds, seed)
     entries: list[dict] = []
     bar = tqdm(total=rounds, desc=setting, unit="round")
 
@@ -146,7 +118,7 @@ def run(folder: Path, setting: str, arm: str, seed: int) -> list[dict]:
     trainer.add_callback(Probe())
     trainer.train()
     bar.close()
-    shutil.rmtree(folder / "scratch", ignore_errors=True)
+    shutil.rmtree(trainer.args.output_dir, ignore_errors=True)
     return entries
 
 
