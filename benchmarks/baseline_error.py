@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 
 import torch
+from plots import pyplot, save
 from tqdm.auto import tqdm
 
 from hacpo_trl.objective import BASELINES, learner_baselines
@@ -73,12 +74,7 @@ def simulate(world: str, ratio: float, generations: int, prompts: int, seed: int
 
 def plot(rows: list[dict], path: Path, generations: int = 8) -> None:
     """Bias and error over the capability ratio, for one number of responses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot()
     colors = dict(zip(BASELINES, ("#1f5fa8", "#d1622b", "#8e44ad", "#2c8a4b"), strict=True))
     figure, axes = plt.subplots(2, 4, figsize=(12, 5.4), sharex=True, sharey="row")
     columns = [(world, learner) for world in WORLDS for learner in ("weak", "strong")]
@@ -107,9 +103,7 @@ def plot(rows: list[dict], path: Path, generations: int = 8) -> None:
         axes[1][column].set_xlabel("capability ratio")
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"Baseline minus the learner's true chance, {generations} responses of each agent")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main() -> None:

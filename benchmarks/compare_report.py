@@ -8,6 +8,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from compare_settings import ARMS, SETTINGS, rounds_of, run_file, run_fingerprint
+from plots import pyplot, save
 
 COLORS = {
     "gspo": "#5d6d7e",
@@ -84,6 +85,11 @@ class Results:
         """Accuracy minus that of another arm with the same seed, for the seeds that both have."""
         common = [seed for seed in self.seeds(arm) if (other, seed) in self.runs]
         return [self.last(arm, seed, agent, kind) - self.last(other, seed, agent, kind) for seed in common]
+
+    def team_differences(self, arm: str, other: str) -> list[float]:
+        """The team's difference to another arm, mean of greedy and sampled, for the seeds that both have."""
+        both = [self.differences(arm, other, None, kind) for kind in ("greedy", "sampled")]
+        return [mean(pair) for pair in zip(*both, strict=True)]
 
 
 def estimate(values: Sequence[float]) -> tuple[float, float]:
@@ -184,8 +190,7 @@ def summary_table(everything: Sequence[Results], other: str) -> str:
             continue
         cells, centers = [], []
         for results in everything:
-            both = [results.differences(arm, other, None, kind) for kind in ("greedy", "sampled")]
-            values = [mean(pair) for pair in zip(*both, strict=True)] if arm in results.arms else []
+            values = results.team_differences(arm, other)
             cells.append(_cell(values, sign=True))
             if values:
                 centers.append(mean(values))
@@ -222,19 +227,9 @@ def write_report(folder: Path, settings: Sequence[str]) -> str:
     return text
 
 
-def _pyplot():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    return plt
-
-
 def plot_curves(results: Results, path: Path) -> None:
     """Sampled and greedy accuracy of every agent over the responses that it sampled, with the standard error."""
-    plt = _pyplot()
+    plt = pyplot()
     count = len(results.agents)
     figure, axes = plt.subplots(2, count, figsize=(3.4 * count, 5.6), squeeze=False, sharex=True)
     for column, agent in enumerate(results.agents):
@@ -257,14 +252,12 @@ def plot_curves(results: Results, path: Path) -> None:
     axes[1][0].set_ylabel("held-out accuracy")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(f"{results.setting}: {SETTINGS[results.setting].about}")
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, rect=(0, 0.04, 1, 1))
 
 
 def plot_bars(everything: Sequence[Results], path: Path) -> None:
     """Team's difference to GSPO of every arm, one panel a setting: mean of greedy and sampled, standard error."""
-    plt = _pyplot()
+    plt = pyplot()
     groups = {"method": "#1f5fa8", "ablation": "#d1622b", "candidate": "#2c8a4b"}
     figure, axes = plt.subplots(
         1, len(everything), figsize=(2.6 * len(everything) + 1.6, 5), sharey=True, squeeze=False
@@ -273,8 +266,7 @@ def plot_bars(everything: Sequence[Results], path: Path) -> None:
     for axis, results in zip(axes[0], everything, strict=True):
         for y, arm in enumerate(reversed(names)):
             if arm in results.arms and "gspo" in results.arms:
-                both = [results.differences(arm, "gspo", None, kind) for kind in ("greedy", "sampled")]
-                center, error = estimate([mean(pair) for pair in zip(*both, strict=True)])
+                center, error = estimate(results.team_differences(arm, "gspo"))
                 error = None if math.isnan(error) else 100 * error
                 axis.barh(y, 100 * center, xerr=error, color=groups[ARMS[arm].group], alpha=0.85, height=0.7)
         axis.axvline(0, color="black", linewidth=0.8)
@@ -284,9 +276,7 @@ def plot_bars(everything: Sequence[Results], path: Path) -> None:
     axes[0][0].set_yticks(range(len(names)), list(reversed(names)))
     handles = [plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.85) for color in groups.values()]
     figure.legend(handles, list(groups), loc="upper center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, rect=(0, 0, 1, 0.94))
 
 
 def plot_pairs(results: Results, path: Path) -> None:
@@ -294,7 +284,7 @@ def plot_pairs(results: Results, path: Path) -> None:
 
     The ratio is that of the responses that ran: with successes only, of the successes.
     """
-    plt = _pyplot()
+    plt = pyplot()
     arms = [arm for arm in PAIR_COLORS if (arm, 0) in results.pairs]
     pairs = sorted({pair for key in results.pairs for pair in results.pairs[key]})[:4]
     figure, axes = plt.subplots(2, len(pairs), figsize=(3.4 * len(pairs), 5), squeeze=False, sharex=True)
@@ -315,6 +305,4 @@ def plot_pairs(results: Results, path: Path) -> None:
         axes[1][column].set_xlabel("round")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False, fontsize=8)
     figure.suptitle(f"{results.setting}: what the pairs make of each other")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path, rect=(0, 0.05, 1, 1))

@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore")
 import torch
 from compare_methods import build_agent_folder, make_trainer
 from compare_settings import ARMS, GENERATIONS, LONG, PROMPTS, SETTINGS, UPDATE_ROWS, task_of
+from plots import pyplot, save
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -124,12 +125,7 @@ def run(folder: Path, setting: str, arm: str, seed: int) -> list[dict]:
 
 def plot(results: dict[str, list[dict]], path: Path) -> None:
     """Cosine over rounds of every pair, one column a setting."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot()
     colors = ("#1f5fa8", "#d1622b", "#2c8a4b", "#8e44ad", "#a4343a", "#5d6d7e")
     figure, axes = plt.subplots(2, len(results), figsize=(3.6 * len(results), 5.2), sharex="col", squeeze=False)
     titles = {"all": "all peer's responses", "positive": "its positive advantages"}
@@ -152,9 +148,7 @@ def plot(results: dict[str, list[dict]], path: Path) -> None:
         axes[1][column].set_xlabel("round")
     axes[0][0].set_ylabel("cosine to the own gradient")
     axes[1][0].set_ylabel("cosine to the own gradient")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def main() -> None:

@@ -79,9 +79,7 @@ def learner_baselines(
     if baseline not in BASELINES:
         raise ValueError(f"baseline={baseline!r} is unknown; use one of {', '.join(BASELINES)}.")
 
-    rewards = rewards if rewards.is_floating_point() else rewards.float()
-    scorable = torch.isfinite(rewards)  # (N, B, G)
-    raw = torch.where(scorable, rewards, torch.zeros_like(rewards))
+    rewards, scorable, raw = _scorable(rewards)  # each (N, B, G)
     count = scorable.sum(-1)  # (N, B)
     total = raw.sum(-1)  # (N, B)
     own_mean = total / count  # (N, B), NaN where the agent has no scorable response
@@ -145,9 +143,7 @@ def capability_aware_advantages(
         max_reward=max_reward,
         reward_variances=reward_variances,
     )
-    rewards = rewards if rewards.is_floating_point() else rewards.float()
-    scorable = torch.isfinite(rewards)  # (N, B, G)
-    raw = torch.where(scorable, rewards, torch.zeros_like(rewards))
+    rewards, scorable, raw = _scorable(rewards)  # each (N, B, G)
     pool_count = scorable.sum((0, 2))  # (B,)
     pool_mean = raw.sum((0, 2)) / pool_count  # (B,)
     deviations = torch.where(scorable, raw - pool_mean[None, :, None], torch.zeros_like(raw))
@@ -159,6 +155,13 @@ def capability_aware_advantages(
     lowest = torch.where(scorable, rewards, inf).amin((0, 2))
     informative = (highest > lowest)[None, None, :, None] & scorable[None]
     return torch.where(informative, advantages, torch.zeros_like(advantages))
+
+
+def _scorable(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards as floating point numbers, which of them are finite, and the rewards with 0 for those that are not."""
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
+    scorable = torch.isfinite(rewards)
+    return rewards, scorable, torch.where(scorable, rewards, torch.zeros_like(rewards))
 
 
 def _source_variances(
