@@ -122,9 +122,9 @@ SETTINGS: dict[str, Setting] = {
     "apart": Setting(
         ("llama-only-add", "olmo-only-sub"),
         "each has never seen what the other can do",
-        rounds=48,
-        without=tuple("gspo-x2 grpo naive no-baseline no-coefficient no-alpha no-tightening no-clip".split())
-        + ("min-variance", "wide", "positive-wide", "shuffled", "shared-length"),
+        rounds=24,
+        without=tuple("grpo no-baseline no-coefficient no-alpha no-tightening no-clip".split())
+        + tuple("min-variance own positive own-positive positive-wide wide shuffled shared-length".split()),
     ),
 }
 
@@ -183,6 +183,21 @@ ARMS: dict[str, Arm] = {
     "wide": Arm("candidate", "delta 0.6", {"peer_clip_delta": 0.6}),
     "shuffled": Arm("candidate", "own and peers' responses mixed", {"rollout_order": "shuffled"}),
     "shared-length": Arm("candidate", "shared length", {"length_normalization": "shared"}),
+    "gspo-half-rate": Arm(
+        "candidate",
+        "GSPO at half the learning rate",
+        {"method": "gspo", "learning_rate": LEARNING_RATE / 2},
+        alone=True,
+        only=("four",),
+    ),
+    "gspo-x2-half-rate": Arm(
+        "candidate",
+        "GSPO x2 at half the learning rate",
+        {"method": "gspo", "learning_rate": LEARNING_RATE / 2},
+        alone=True,
+        times=2,
+        only=("four",),
+    ),
     "hacpo-half-rate": Arm(
         "candidate", "HACPO at half the learning rate", {"learning_rate": LEARNING_RATE / 2}, only=("four",)
     ),

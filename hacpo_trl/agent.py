@@ -335,6 +335,7 @@ class HACPOAgent(GRPOTrainer):
         foreign: list[Row] = []
         shares: Shares = {}
         if self.args.shares_rollouts:
+            unusable = torch.zeros(len(rollouts), 2)
             for j, rollout in enumerate(rollouts):
                 if j == self.agent_index:
                     continue
@@ -342,8 +343,8 @@ class HACPOAgent(GRPOTrainer):
                     self._tokenizer, rollout.texts, rollout.finished, self._end_id, self.max_completion_length
                 )
                 shares[j, "coefficient"] = coefficients[j].item()
-                shares[j, "truncated"] = sum(encoded.overflowing) / len(rollout)
-                shares[j, "unreadable"] = sum(encoded.unreadable) / len(rollout)
+                unusable[j, 0] = sum(encoded.overflowing) / len(rollout)
+                unusable[j, 1] = sum(encoded.unreadable) / len(rollout)
                 foreign += peer_rows(
                     rollout,
                     encoded,
@@ -355,6 +356,9 @@ class HACPOAgent(GRPOTrainer):
                     shared_length=self.args.length_normalization == "shared",
                     drop_overflowing=self.args.peer_overflow == "drop" or self.mask_truncated_completions,
                 )
+            unusable = self.accelerator.reduce(unusable.to(self.accelerator.device), "mean").tolist()
+            for j in {source for source, _ in shares}:
+                shares[j, "truncated"], shares[j, "unreadable"] = unusable[j]
         self._plan = plan_round(
             rows,
             foreign,

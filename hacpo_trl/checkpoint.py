@@ -68,6 +68,17 @@ def _portrait(agent: Any) -> dict[str, Any]:
     }
 
 
+def _what_exact_resuming_needs(trainer: "HACPOTrainer") -> dict[str, Any]:
+    """What must be the same for a resumed run to see the prompts and the random numbers of the uninterrupted one."""
+    return {
+        "num_generations": trainer.num_generations,
+        "prompts a round": trainer.args.generation_batch_size // trainer.num_generations,
+        "prompts in train_dataset": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
+        "seed": trainer.args.seed,
+        "processes": trainer.accelerator.num_processes,
+    }
+
+
 def write_team_state(folder: str, trainer: "HACPOTrainer") -> None:
     """Writes what belongs to the team and not to one agent.
 
@@ -84,6 +95,7 @@ def write_team_state(folder: str, trainer: "HACPOTrainer") -> None:
         "round": trainer.state.global_step // trainer.updates_per_round,
         "capability": trainer.capability.state_dict(),
         "resumable": not trainer.args.save_only_model,
+        "exact": _what_exact_resuming_needs(trainer),
     }
     with open(os.path.join(folder, TEAM_STATE), "w") as file:
         json.dump(state, file, indent=2)
@@ -101,6 +113,9 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
 
     Raises:
         ValueError: when there is none, or it is not whole, or it is of other agents or other rounds.
+
+    Warns:
+        when the run can go on, but with other prompts or other random numbers.
     """
     if checkpoint is True:
         output_dir = trainer.args.output_dir
@@ -141,6 +156,15 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
         )
     if state["global_step"] % state["updates_per_round"]:
         raise ValueError(f"{checkpoint!r} was saved inside a round, so the run cannot be continued exactly.")
+    there, here = state.get("exact", {}), _what_exact_resuming_needs(trainer)
+    differences = [f"{key}: {there[key]} there, {here[key]} here" for key in there if there[key] != here.get(key)]
+    if differences:
+        warnings.warn(
+            f"{checkpoint!r} is of a run with other settings ({'; '.join(differences)}). Weights and optimizers go on "
+            "from it, but not exactly as the run would have: prompts may come twice or be left out, and sampling "
+            "draws other random numbers.",
+            stacklevel=3,
+        )
     return checkpoint, state
 
 

@@ -36,8 +36,10 @@ class UpdateStatistics:
 
     def __init__(self, num_agents: int, learner: int, device: torch.device | str = "cpu"):
         self.learner = learner
-        self.sums = torch.zeros(num_agents, len(_SUMS), dtype=torch.float64, device=device)
-        self.ratio_max = torch.zeros(num_agents, dtype=torch.float64, device=device)
+        # Apple's GPUs have no float64
+        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        self.sums = torch.zeros(num_agents, len(_SUMS), dtype=dtype, device=device)
+        self.ratio_max = torch.zeros(num_agents, dtype=dtype, device=device)
 
     @torch.no_grad()
     def add(
@@ -79,7 +81,7 @@ class UpdateStatistics:
             "count": torch.ones_like(ratio),
             "silent": zero,
             "ratio": ratio,
-            "ratio_squared": ratio.double().square(),
+            "ratio_squared": ratio.to(self.sums).square(),
             "below": below,
             "above": above,
             "no_gradient": outside | (advantages == 0),

@@ -132,6 +132,17 @@ def test_a_checkpoint_of_other_agents_is_refused(agent_folders, whole_run, tmp_p
         run(agent_folders, tmp_path / "empty", resume=True)
 
 
+def test_what_keeps_a_resumed_run_from_being_exact_is_told(agent_folders, whole_run, tmp_path):
+    _, output_dir = whole_run
+    checkpoint = str(output_dir / "checkpoint-16")
+    told = "num_generations: 4 there, 2 here; prompts a round: 2 there, 4 here; .*: 6 there, 8 here; seed: 7 there, 8"
+    with pytest.warns(UserWarning, match=f"other settings .{told} here"):
+        run(agent_folders, tmp_path / "other", resume=checkpoint, num_generations=2, seed=8, rows=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run(agent_folders, tmp_path / "same", resume=checkpoint)
+
+
 def test_a_checkpoint_without_optimizer_is_refused(agent_folders, tmp_path):
     run(agent_folders, tmp_path, save_only_model=True, max_rounds=1)
     with pytest.raises(ValueError, match="save_only_model"):

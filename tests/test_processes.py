@@ -116,12 +116,18 @@ def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
 
 
 def test_groups_may_straddle_processes(agent_folders, tmp_path):
-    """One prompt with 16 responses, 8 of them on each process."""
-    settings = {"num_generations": 16}
+    """One prompt with 16 responses, 8 of them on each process. Many are too long for one of the learners."""
+    overrides = {**OVERRIDES, "bpe": {**OVERRIDES["bpe"], "max_completion_length": 6}}
+    settings = {"num_generations": 16, "agent_overrides": overrides}
     expected, one = run(tmp_path / "one", agent_folders, 1, config=settings)
     weights, two = run(tmp_path / "two", agent_folders, 2, config=settings)
     assert_same(expected, weights, atol=2e-5)
     assert one["capability"] == two["capability"]
+    told = [log["pair/char->bpe/truncated"] for log in one["history"] if "pair/char->bpe/truncated" in log]
+    assert 0.1 < min(told) < 1, told
+    for ours, theirs in zip(two["history"][:-1], one["history"][:-1], strict=True):
+        for key in (k for k in theirs if k.startswith("pair/")):
+            assert ours[key] == pytest.approx(theirs[key], abs=2e-4, rel=1e-4), key
 
 
 @pytest.fixture(scope="module")
