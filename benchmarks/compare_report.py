@@ -40,6 +40,7 @@ class Results:
         self.rounds = SETTINGS[setting].rounds
         self.runs: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
         self.pairs: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
+        self.seconds: dict[Path, float] = {}
         for arm, entry in ARMS.items():
             seed = 0
             while (found := self._read(folder, arm, seed, entry.alone)) is not None:
@@ -56,6 +57,7 @@ class Results:
             run = json.loads(path.read_text())
             if run["fingerprint"] != run_fingerprint(team, arm, rounds_of(self.setting, team)):
                 return None
+            self.seconds[path] = run["seconds"]
             for name in team:
                 points[name] = [p for p in run["agents"][name]["points"] if p["round"] <= self.rounds]
             if not alone:
@@ -205,8 +207,13 @@ def write_report(folder: Path, settings: Sequence[str]) -> str:
     everything = [results for name in settings if (results := Results(folder, name)).arms]
     if not everything:
         return "There are no results yet."
-    parts = []
-    for other in ("gspo", "gspo-x2"):
+    seconds = {path: value for results in everything for path, value in results.seconds.items()}
+    parts = ["# Comparison of methods"]
+    parts.append(f"{len(seconds)} runs, {sum(seconds.values()) / 3600:.1f} core hours. Points of accuracy.")
+    parts.append(
+        _table(["method", "kind", "what it is"], [[name, arm.group, arm.about] for name, arm in ARMS.items()])
+    )
+    for other in ("gspo", "gspo-x2", "hacpo"):
         if any(other in results.arms for results in everything):
             parts += [f"## Team's mean, difference to {other}", summary_table(everything, other)]
     for results in everything:

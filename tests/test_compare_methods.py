@@ -35,6 +35,7 @@ def write_run(folder, setting, agents, arm, seed, finals, fingerprint=None, roun
     run = {
         "fingerprint": fingerprint or run_fingerprint(agents, arm, rounds_of(setting, agents)),
         "agents": {agent: {"points": [point(agent, done) for done in rounds]} for agent in agents},
+        "seconds": 360.0,
         "pairs": {f"{agents[0]}->{agents[-1]}": {"ratio_mean": [0.2, 0.4, 0.6, 0.8], "repelling": [0.5] * 4}},
     }
     path = run_file(folder, setting, agents, arm, seed)
@@ -140,6 +141,8 @@ def test_differences_are_paired_by_seed(tmp_path):
     assert results.differences("hacpo", "gspo", a, "sampled") == pytest.approx([0.1, 0.1])
     assert results.start(a, "greedy") == 0.1
     text = compare_report.write_report(tmp_path, ["skill"])
+    assert "7 runs, 0.7 core hours" in text
+    assert "| gspo | -10.0 ± 0.0 | -10.0 |" in text  # against HACPO
     assert "| hacpo | 2 | +10.0 ± 0.0 / +10.0 ± 0.0 |" in text
     assert "| hacpo | +10.0 ± 0.0 | +10.0 |" in text  # team's mean of greedy and sampled, over the settings
     assert "0.20 → 0.80" not in text and "0.20 → 0.40" not in text  # quarters of 24 rounds: six rounds each
