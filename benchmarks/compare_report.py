@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from compare_settings import ARMS, SETTINGS, rounds_of, run_file, run_fingerprint
+from compare_settings import ARMS, SETTINGS, arms_of, rounds_of, run_file, run_fingerprint
 from plots import pyplot, save
 
 COLORS = {
@@ -41,9 +41,9 @@ class Results:
         self.runs: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
         self.pairs: dict[tuple[str, int], dict[str, dict[str, list[float]]]] = {}
         self.seconds: dict[Path, float] = {}
-        for arm, entry in ARMS.items():
+        for arm in arms_of(setting):
             seed = 0
-            while (found := self._read(folder, arm, seed, entry.alone)) is not None:
+            while (found := self._read(folder, arm, seed, ARMS[arm].alone)) is not None:
                 self.runs[arm, seed] = found
                 seed += 1
         self.arms = [arm for arm in ARMS if (arm, 0) in self.runs]

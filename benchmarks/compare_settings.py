@@ -112,7 +112,6 @@ SETTINGS: dict[str, Setting] = {
             "own",
             "positive",
             "own-positive",
-            "positive-wide",
             "min-variance",
             "shared-length",
             "shuffled",
@@ -178,7 +177,10 @@ ARMS: dict[str, Arm] = {
         seeds=5,
     ),
     "positive-wide": Arm(
-        "candidate", "peers' successes only, delta 0.6", {"peer_advantages": "positive", "peer_clip_delta": 0.6}
+        "candidate",
+        "peers' successes only, delta 0.6",
+        {"peer_advantages": "positive", "peer_clip_delta": 0.6},
+        seeds=5,
     ),
     "wide": Arm("candidate", "delta 0.6", {"peer_clip_delta": 0.6}),
     "shuffled": Arm("candidate", "own and peers' responses mixed", {"rollout_order": "shuffled"}),

@@ -8,12 +8,12 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import yaml
 from transformers import AutoConfig, AutoTokenizer
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .config import HACPOConfig
 from .data import INSTRUCTION, is_local, load_problems, to_prompts
@@ -51,7 +51,33 @@ class ScriptArguments:
 
 
 class _Parser(TrlParser):
-    """The options of `hacpo train`; what is wrong with them is told in one sentence."""
+    """The options of `hacpo train`: help in groups, the first of which a run cannot do without, and errors in one
+    sentence."""
+
+    def __init__(self):
+        super().__init__(
+            (ScriptArguments, HACPOConfig, ModelConfig),
+            prog="hacpo train",
+            usage="hacpo train --models MODEL MODEL ... --dataset DATASET [--config FILE.yaml] [options]",
+        )
+
+    def format_help(self) -> str:
+        inherited = {f.name for f in fields(GRPOConfig)}
+        own = {f.name for f in fields(HACPOConfig)} - inherited
+        groups = {
+            "agents and problems": {"help", *(f.name for f in fields(ScriptArguments))},
+            "learning together (HACPOConfig)": own,
+            "LoRA, quantization and loading, for all agents (trl.ModelConfig)": {f.name for f in fields(ModelConfig)},
+            "training, sampling, logging, saving (trl.GRPOConfig)": inherited,
+        }
+        formatter = self.formatter_class(prog=self.prog)
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text("Every option can also stand in a YAML file, under the same name; the command line wins.")
+        for title, names in groups.items():
+            formatter.start_section(title)
+            formatter.add_arguments([action for action in self._actions if action.dest in names])
+            formatter.end_section()
+        return formatter.format_help()
 
     def error(self, message: str) -> None:
         sys.exit(_failure(message))
@@ -115,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelConfig]:
     """The settings of a command line, and what can be told to be wrong without reading anything else."""
-    parser = _Parser((ScriptArguments, HACPOConfig, ModelConfig), prog="hacpo train")
+    parser = _Parser()
     words = [word for text in arguments for word in (text.split("=", 1) if text.startswith("--config=") else [text])]
     if words and words[-1] == "--config":
         parser.error("which file? Give --config with a YAML file.")

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from dataclasses import fields
 
 import pytest
+from trl import ModelConfig
 
-from hacpo_trl import cli, evaluate, train
+from hacpo_trl import HACPOConfig, cli, evaluate, train
 from hacpo_trl.playground import shipped_agent
-from hacpo_trl.train import main
+from hacpo_trl.train import ScriptArguments, main
 
 MODELS = [shipped_agent("tiny-char"), shipped_agent("tiny-bpe")]
 SMALL = "--use_cpu --bf16 false --num_generations 4 --per_device_train_batch_size 8 --report_to none".split()
@@ -167,7 +169,13 @@ def test_helps_name_the_command(capsys):
     assert evaluate.build_parser().format_usage().startswith("usage: hacpo evaluate ")
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
-    assert capsys.readouterr().out.startswith("usage: hacpo train ")
+    text = capsys.readouterr().out
+    assert text.startswith("usage: hacpo train --models MODEL MODEL ... --dataset DATASET ")
+    order = ("agents and problems:", "--models", "(HACPOConfig)", "--alpha", "ModelConfig)", "--lora_r", "GRPOConfig)")
+    places = [text.index(part, text.index("agents and problems:")) for part in (*order, "--learning_rate")]
+    assert places == sorted(places)
+    for name in {f.name for kind in (HACPOConfig, ModelConfig, ScriptArguments) for f in fields(kind) if f.init}:
+        assert text.count(f"\n  --{name} ") + text.count(f"\n  --{name}, ") == 1, name
 
 
 def test_a_report_without_matplotlib(folder, capsys, monkeypatch):
