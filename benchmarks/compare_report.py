@@ -16,16 +16,18 @@ COLORS = {
     "grpo": "#b0b8c0",
     "naive": "#d1622b",
     "hacpo": "#1f5fa8",
+    "positive-wide": "#8e44ad",
     "own-positive-wide": "#2c8a4b",
+    "hacpo-half-rate": "#6fb1e8",
 }
 """Methods of the curves; the others stand in the bar plot only."""
 
 PAIR_COLORS = {
     "naive": "#d1622b",
     "hacpo": "#1f5fa8",
-    "own": "#8e44ad",
+    "own": "#a4343a",
     "positive": "#b8860b",
-    "own-positive": "#a4343a",
+    "positive-wide": "#8e44ad",
     "own-positive-wide": "#2c8a4b",
 }
 """Methods whose pairs are drawn."""
@@ -257,9 +259,9 @@ def plot_curves(results: Results, path: Path) -> None:
         axes[1][column].set_xlabel("responses sampled by the agent")
     axes[0][0].set_ylabel("held-out accuracy")
     axes[1][0].set_ylabel("held-out accuracy")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False, fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False, fontsize=8)
     figure.suptitle(f"{results.setting}: {SETTINGS[results.setting].about}")
-    save(figure, path, rect=(0, 0.04, 1, 1))
+    save(figure, path, rect=(0, 0.07, 1, 1))
 
 
 def plot_bars(everything: Sequence[Results], path: Path) -> None:
