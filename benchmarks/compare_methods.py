@@ -44,11 +44,12 @@ from compare_settings import (
     run_file,
     run_fingerprint,
     task_of,
+    updates_of,
 )
 from tqdm.auto import tqdm
 
 EVERY = ROUNDS // 2  # rounds between two measurements, with one sample in the middle of ROUNDS and all at its end
-QUICK = {"settings": ["skill"], "arms": ["gspo", "gspo-x2", "hacpo", "own-positive-wide"], "seeds": 2}
+QUICK = {"settings": ["skill"], "arms": ["gspo", "gspo-x2", "hacpo", "positive-wide"], "seeds": 2}
 
 
 def build_agent_folder(folder: Path, name: str) -> None:
@@ -122,8 +123,7 @@ def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, s
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     prompts, _ = make_split(task_of(agents), PROMPTS * rounds, 0, seed=1000 + seed)
-    options = options_of(arm)
-    updates = (1 if ARMS[arm].alone else len(agents)) * options["steps_per_generation"]
+    updates = updates_of(arm, len(agents))
     args = HACPOConfig(
         str(folder / "scratch" / f"{os.getpid()}"),
         max_rounds=rounds,
@@ -136,7 +136,7 @@ def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, s
         bf16=False,
         gradient_checkpointing=False,
         disable_tqdm=True,
-        **options,
+        **{"num_iterations": 1, **options_of(arm)},
     )
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = HACPOTrainer(
@@ -233,14 +233,34 @@ def plan(folder: Path, settings: list[str], arms: list[str], seeds: int | None) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    described = "\n".join(
+        [f"  {name:<28}{s.about} ({', '.join(s.agents)})" for name, s in SETTINGS.items()]
+        + ["methods (a setting leaves some out, see compare_settings.py):"]
+        + [f"  {name:<28}{arm.about}; {arm.seeds} seeds" for name, arm in ARMS.items()]
+    )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f"settings:\n{described}"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of agents, results, tables and plots")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="methods to run; default: all")
-    parser.add_argument("--seeds", type=int, help="runs of every method; default: 5 of the main ones, 3 of the others")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, one thread each")
-    parser.add_argument("--quick", action="store_true", help="one setting, four methods, two seeds")
-    parser.add_argument("--report_only", action="store_true", help="run nothing, write tables and plots")
+    parser.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, metavar="SETTING", default=list(SETTINGS), help="default: all"
+    )
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, metavar="METHOD", default=list(ARMS), help="methods to run; default: all"
+    )
+    parser.add_argument("--seeds", type=int, help="the first SEEDS runs of every method; default: as listed below")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="runs at a time, one thread each; default: one for each core"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"instead of --settings, --arms and --seeds: {QUICK['seeds']} seeds of {', '.join(QUICK['arms'])} "
+        f"in {', '.join(QUICK['settings'])}",
+    )
+    parser.add_argument(
+        "--report_only", action="store_true", help="run nothing, write tables and plots of all methods"
+    )
     options = parser.parse_args()
     if options.quick:
         options.settings, options.arms, options.seeds = QUICK["settings"], QUICK["arms"], QUICK["seeds"]
@@ -272,6 +292,10 @@ def run_all(folder: Path, settings: list[str], arms: list[str], seeds: int | Non
         ):
             future.result()
         runs = plan(folder, settings, arms, seeds)
+        for name in settings:
+            left = [arm for arm in arms if arm not in arms_of(name)]
+            if left and len(arms) < len(ARMS):  # asked for by name
+                print(f"{name}: without {', '.join(left)}.")
         futures = {pool.submit(train, folder, *job): job for job in runs}
         bar = tqdm(as_completed(futures), total=len(futures), desc="runs", unit="run")
         for future in bar:

@@ -90,9 +90,9 @@ class Results:
         common = [seed for seed in self.seeds(arm) if (other, seed) in self.runs]
         return [self.last(arm, seed, agent, kind) - self.last(other, seed, agent, kind) for seed in common]
 
-    def team_differences(self, arm: str, other: str) -> list[float]:
-        """The team's difference to another arm, mean of greedy and sampled, for the seeds that both have."""
-        both = [self.differences(arm, other, None, kind) for kind in ("greedy", "sampled")]
+    def mean_differences(self, arm: str, other: str, agent: str | None = None) -> list[float]:
+        """The mean of the greedy and the sampled difference to another arm, for the seeds that both have."""
+        both = [self.differences(arm, other, agent, kind) for kind in ("greedy", "sampled")]
         return [mean(pair) for pair in zip(*both, strict=True)]
 
 
@@ -152,6 +152,18 @@ def difference_table(results: Results, other: str) -> str:
     return _table(head, rows)
 
 
+def mean_table(results: Results, other: str) -> str:
+    """Paired differences to another arm, in points: mean of greedy and sampled of every agent and of the team."""
+    rows = []
+    for arm in results.arms:
+        count = len(results.mean_differences(arm, other))
+        if arm != other and count:
+            who = (*results.agents, None)
+            cells = [_cell(results.mean_differences(arm, other, agent), sign=True) for agent in who]
+            rows.append([arm, str(count), *cells])
+    return _table([f"minus {other}", "seeds", *results.agents, "team"], rows)
+
+
 def task_table(results: Results) -> str:
     """Greedy accuracy of every agent by task."""
     tasks = [task for task in next(iter(results.runs.values()))[results.agents[0]][0]["greedy"] if task != "all"]
@@ -187,20 +199,14 @@ def pair_table(results: Results) -> str:
 
 def summary_table(everything: Sequence[Results], other: str) -> str:
     """The team's paired difference to another arm in every setting, mean of greedy and sampled, in points."""
-    head = [f"minus {other}", *(results.setting for results in everything), "mean"]
+    head = [f"minus {other}", "seeds", *(results.setting for results in everything)]
     rows = []
     for arm in ARMS:
-        if arm == other:
-            continue
-        cells, centers = [], []
-        for results in everything:
-            values = results.team_differences(arm, other)
-            cells.append(_cell(values, sign=True))
-            if values:
-                centers.append(mean(values))
-        if centers:
-            full = len(centers) == len(everything)
-            rows.append([arm, *cells, _cell([mean(centers)], sign=True) if full else "–"])
+        values = [results.mean_differences(arm, other) for results in everything]
+        counts = sorted({len(v) for v in values if v})
+        if arm != other and counts:
+            seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+            rows.append([arm, seeds, *(_cell(v, sign=True) for v in values)])
     return _table(head, rows)
 
 
@@ -215,14 +221,15 @@ def write_report(folder: Path, settings: Sequence[str]) -> str:
     parts.append(
         _table(["method", "kind", "what it is"], [[name, arm.group, arm.about] for name, arm in ARMS.items()])
     )
-    for other in ("gspo", "gspo-x2", "hacpo"):
+    for other in ("gspo", "gspo-x2", "hacpo", "naive"):
         if any(other in results.arms for results in everything):
             parts += [f"## Team's mean, difference to {other}", summary_table(everything, other)]
     for results in everything:
         about = SETTINGS[results.setting].about
         parts += [f"## {results.setting}: {about} ({', '.join(results.agents)}; {results.rounds} rounds)"]
         parts.append(accuracy_table(results))
-        parts += [difference_table(results, other) for other in ("gspo", "gspo-x2") if other in results.arms]
+        for table in (mean_table, difference_table):
+            parts += [table(results, other) for other in ("gspo", "gspo-x2") if other in results.arms]
         if len(next(iter(results.runs.values()))[results.agents[0]][0]["greedy"]) > 2:
             parts.append(task_table(results))
         if results.pairs:
@@ -267,15 +274,15 @@ def plot_curves(results: Results, path: Path) -> None:
 def plot_bars(everything: Sequence[Results], path: Path) -> None:
     """Team's difference to GSPO of every arm, one panel a setting: mean of greedy and sampled, standard error."""
     plt = pyplot()
-    groups = {"method": "#1f5fa8", "ablation": "#d1622b", "candidate": "#2c8a4b"}
+    groups = {"method": "#1f5fa8", "ablation": "#d1622b", "candidate": "#2c8a4b", "control": "#8a8f98"}
     figure, axes = plt.subplots(
-        1, len(everything), figsize=(2.6 * len(everything) + 1.6, 5), sharey=True, squeeze=False
+        1, len(everything), figsize=(2.6 * len(everything) + 1.6, 5.6), sharex=True, sharey=True, squeeze=False
     )
     names = [arm for arm in ARMS if arm != "gspo" and any(arm in results.arms for results in everything)]
     for axis, results in zip(axes[0], everything, strict=True):
         for y, arm in enumerate(reversed(names)):
             if arm in results.arms and "gspo" in results.arms:
-                center, error = estimate(results.team_differences(arm, "gspo"))
+                center, error = estimate(results.mean_differences(arm, "gspo"))
                 error = None if math.isnan(error) else 100 * error
                 axis.barh(y, 100 * center, xerr=error, color=groups[ARMS[arm].group], alpha=0.85, height=0.7)
         axis.axvline(0, color="black", linewidth=0.8)
@@ -284,7 +291,7 @@ def plot_bars(everything: Sequence[Results], path: Path) -> None:
         axis.grid(axis="x", alpha=0.25)
     axes[0][0].set_yticks(range(len(names)), list(reversed(names)))
     handles = [plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.85) for color in groups.values()]
-    figure.legend(handles, list(groups), loc="upper center", ncols=3, frameon=False)
+    figure.legend(handles, list(groups), loc="upper center", ncols=4, frameon=False)
     save(figure, path, rect=(0, 0, 1, 0.94))
 
 

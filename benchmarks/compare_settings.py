@@ -123,7 +123,8 @@ SETTINGS: dict[str, Setting] = {
         "each has never seen what the other can do",
         rounds=24,
         without=tuple("grpo no-baseline no-coefficient no-alpha no-tightening no-clip".split())
-        + tuple("min-variance own positive own-positive positive-wide wide shuffled shared-length".split()),
+        + tuple("min-variance positive own-positive wide shuffled shared-length".split())
+        + tuple("gspo-two-passes gspo-double-rate gspo-x2-double-rate hacpo-double-rate".split()),
     ),
 }
 
@@ -133,7 +134,8 @@ class Arm:
     """One way to train.
 
     Attributes:
-        group: "method" (what the paper compares), "ablation" (the paper's) or "candidate" (ours).
+        group: "method" (what the paper compares), "ablation" (the paper's), "candidate" (ours) or "control"
+            (another learning rate or number of updates).
         about: what it is, in a few words.
         options: settings of `HACPOConfig` that differ from the common ones.
         alone: whether every agent trains by itself, so that its run serves every setting that it is part of.
@@ -157,7 +159,7 @@ ARMS: dict[str, Arm] = {
         "method", "GSPO, twice the responses and updates", {"method": "gspo"}, alone=True, times=2, seeds=5
     ),
     "grpo": Arm("method", "GRPO", {"method": "grpo"}, alone=True),
-    "naive": Arm("method", "naive sharing", {"method": "naive"}),
+    "naive": Arm("method", "naive sharing", {"method": "naive"}, seeds=5),
     "hacpo": Arm("method", "HACPO, the paper's form", seeds=5),
     "no-baseline": Arm("ablation", "plain pool mean as baseline", {"baseline": "pooled"}),
     "no-coefficient": Arm("ablation", "no capability coefficient", {"capability_coefficient": False}),
@@ -185,15 +187,35 @@ ARMS: dict[str, Arm] = {
     "wide": Arm("candidate", "delta 0.6", {"peer_clip_delta": 0.6}),
     "shuffled": Arm("candidate", "own and peers' responses mixed", {"rollout_order": "shuffled"}),
     "shared-length": Arm("candidate", "shared length", {"length_normalization": "shared"}),
+    "gspo-two-passes": Arm(
+        "control",
+        "GSPO, two passes over its responses: the updates of HACPO in a pair",
+        {"method": "gspo", "num_iterations": 2},
+        alone=True,
+    ),
+    "gspo-double-rate": Arm(
+        "control",
+        "GSPO at twice the learning rate",
+        {"method": "gspo", "learning_rate": LEARNING_RATE * 2},
+        alone=True,
+    ),
+    "gspo-x2-double-rate": Arm(
+        "control",
+        "GSPO x2 at twice the learning rate",
+        {"method": "gspo", "learning_rate": LEARNING_RATE * 2},
+        alone=True,
+        times=2,
+    ),
+    "hacpo-double-rate": Arm("control", "HACPO at twice the learning rate", {"learning_rate": LEARNING_RATE * 2}),
     "gspo-half-rate": Arm(
-        "candidate",
+        "control",
         "GSPO at half the learning rate",
         {"method": "gspo", "learning_rate": LEARNING_RATE / 2},
         alone=True,
         only=("four",),
     ),
     "gspo-x2-half-rate": Arm(
-        "candidate",
+        "control",
         "GSPO x2 at half the learning rate",
         {"method": "gspo", "learning_rate": LEARNING_RATE / 2},
         alone=True,
@@ -201,10 +223,10 @@ ARMS: dict[str, Arm] = {
         only=("four",),
     ),
     "hacpo-half-rate": Arm(
-        "candidate", "HACPO at half the learning rate", {"learning_rate": LEARNING_RATE / 2}, only=("four",)
+        "control", "HACPO at half the learning rate", {"learning_rate": LEARNING_RATE / 2}, only=("four",)
     ),
-    "wide-half-rate": Arm(
-        "candidate",
+    "own-positive-wide-half-rate": Arm(
+        "control",
         "own-positive-wide at half the learning rate",
         {
             "baseline": "own",
@@ -249,6 +271,12 @@ def arms_of(setting: str) -> list[str]:
     """The arms that are run in a setting."""
     without = SETTINGS[setting].without
     return [name for name, arm in ARMS.items() if name not in without and (not arm.only or setting in arm.only)]
+
+
+def updates_of(arm: str, agents: int) -> int:
+    """Optimizer updates of an agent in a round."""
+    options = options_of(arm)
+    return (1 if ARMS[arm].alone else agents) * options["steps_per_generation"] * options.get("num_iterations", 1)
 
 
 def rounds_of(setting: str, agents: tuple[str, ...]) -> int:

@@ -12,7 +12,7 @@ import baseline_error
 import compare_methods
 import compare_report
 import compare_settings
-from compare_settings import ARMS, SETTINGS, options_of, rounds_of, run_file, run_fingerprint
+from compare_settings import ARMS, SETTINGS, options_of, rounds_of, run_file, run_fingerprint, updates_of
 
 from hacpo_trl import HACPOConfig
 from hacpo_trl.playground import shipped_agent
@@ -47,15 +47,18 @@ def test_every_arm_is_a_valid_configuration_and_the_main_ones_have_five_seeds(tm
     for arm in ARMS:
         args = HACPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options_of(arm))
         assert args.rows_per_round == 128 * ARMS[arm].times, arm
-        assert args.updates_per_round(1) == 2 * ARMS[arm].times, arm
+        agents = 1 if ARMS[arm].alone else 4
+        assert args.updates_per_round(agents) == updates_of(arm, agents), arm
+    assert updates_of("gspo", 1) == 2 and updates_of("gspo-two-passes", 1) == updates_of("hacpo", 2) == 4
     assert all(ARMS[arm].seeds == 5 for arm in ("gspo", "gspo-x2", "hacpo"))
     assert all(ARMS[arm].seeds >= 3 for arm in ARMS)
 
 
 def test_arms_do_not_follow_a_changed_default(monkeypatch):
     # every field that an arm or another arm sets is written out, so that a new default changes no arm
-    named = {key for arm in ARMS.values() for key in arm.options} - {"capability_coefficient", "method"}
-    assert named <= options_of("hacpo").keys()
+    named = {key for arm in ARMS.values() for key in arm.options}
+    written_by_the_runner = {"num_iterations"}
+    assert named - {"capability_coefficient", "method"} - written_by_the_runner <= options_of("hacpo").keys()
 
 
 def test_twice_the_responses_at_the_same_prompts():
@@ -142,9 +145,10 @@ def test_differences_are_paired_by_seed(tmp_path):
     assert results.start(a, "greedy") == 0.1
     text = compare_report.write_report(tmp_path, ["skill"])
     assert "7 runs, 0.7 core hours" in text
-    assert "| gspo | -10.0 ± 0.0 | -10.0 |" in text  # against HACPO
+    assert "| gspo | 2 | -10.0 ± 0.0 |" in text  # against HACPO
     assert "| hacpo | 2 | +10.0 ± 0.0 / +10.0 ± 0.0 |" in text
-    assert "| hacpo | +10.0 ± 0.0 | +10.0 |" in text  # team's mean of greedy and sampled, over the settings
+    assert "| hacpo | 2 | +10.0 ± 0.0 |" in text  # team's mean of greedy and sampled
+    assert "| hacpo | 2 | +10.0 ± 0.0 | +10.0 ± 0.0 | +10.0 ± 0.0 |" in text  # of each agent and the team
     assert "0.20 → 0.80" not in text and "0.20 → 0.40" not in text  # quarters of 24 rounds: six rounds each
     assert (tmp_path / "tables.md").read_text() == text
     assert {path.name for path in tmp_path.glob("*.png")} == {"skill.png", "skill_pairs.png", "ablations.png"}
