@@ -272,13 +272,14 @@ def plot_curves(results: Results, path: Path) -> None:
 
 
 def plot_bars(everything: Sequence[Results], path: Path) -> None:
-    """Team's difference to GSPO of every arm, one panel a setting: mean of greedy and sampled, standard error."""
+    """Team's difference to GSPO of all but the controls, one panel a setting: mean of greedy and sampled."""
     plt = pyplot()
-    groups = {"method": "#1f5fa8", "ablation": "#d1622b", "candidate": "#2c8a4b", "control": "#8a8f98"}
+    groups = {"method": "#1f5fa8", "ablation": "#d1622b", "candidate": "#2c8a4b"}
     figure, axes = plt.subplots(
         1, len(everything), figsize=(2.6 * len(everything) + 1.6, 5.6), sharex=True, sharey=True, squeeze=False
     )
-    names = [arm for arm in ARMS if arm != "gspo" and any(arm in results.arms for results in everything)]
+    run = {arm for results in everything for arm in results.arms} - {"gspo"}
+    names = [name for name, arm in ARMS.items() if name in run and arm.group in groups]
     for axis, results in zip(axes[0], everything, strict=True):
         for y, arm in enumerate(reversed(names)):
             if arm in results.arms and "gspo" in results.arms:
@@ -291,7 +292,7 @@ def plot_bars(everything: Sequence[Results], path: Path) -> None:
         axis.grid(axis="x", alpha=0.25)
     axes[0][0].set_yticks(range(len(names)), list(reversed(names)))
     handles = [plt.Rectangle((0, 0), 1, 1, color=color, alpha=0.85) for color in groups.values()]
-    figure.legend(handles, list(groups), loc="upper center", ncols=4, frameon=False)
+    figure.legend(handles, list(groups), loc="upper center", ncols=3, frameon=False)
     save(figure, path, rect=(0, 0, 1, 0.94))
 
 

@@ -116,6 +116,7 @@ SETTINGS: dict[str, Setting] = {
             "shared-length",
             "shuffled",
             "wide",
+            "hacpo-double-rate",
         ),
     ),
     "apart": Setting(
