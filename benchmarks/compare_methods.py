@@ -44,7 +44,6 @@ from compare_settings import (
     run_file,
     run_fingerprint,
     task_of,
-    updates_of,
 )
 from tqdm.auto import tqdm
 
@@ -108,10 +107,7 @@ def measure(model, tokenizer, problems: dict[str, list[dict[str, str]]], seed: i
 
 
 def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, seed: int):
-    """A team in its starting state, quiet, and how many updates its leader makes in a round.
-
-    Its own files go to a scratch folder of this process.
-    """
+    """A team in its starting state, quiet, that logs once a round; its files go to a scratch folder of the process."""
     import torch
     from transformers.utils import logging
 
@@ -123,13 +119,11 @@ def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, s
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     prompts, _ = make_split(task_of(agents), PROMPTS * rounds, 0, seed=1000 + seed)
-    updates = updates_of(arm, len(agents))
     args = HACPOConfig(
         str(folder / "scratch" / f"{os.getpid()}"),
         max_rounds=rounds,
         seed=seed,
         shuffle_dataset=False,
-        logging_steps=updates,
         save_strategy="no",
         report_to="none",
         use_cpu=True,
@@ -138,6 +132,7 @@ def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, s
         disable_tqdm=True,
         **{"num_iterations": 1, **options_of(arm)},
     )
+    args.logging_steps = args.updates_per_round(len(agents))
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = HACPOTrainer(
             models=[str(folder / "agents" / name) for name in agents],
@@ -147,7 +142,7 @@ def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, s
             agent_names=list(agents),
         )
     trainer.remove_callback(RoundProgress)
-    return trainer, updates
+    return trainer
 
 
 def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: int) -> float:
@@ -157,7 +152,7 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
     started = time.perf_counter()
     rounds, entry = rounds_of(setting, agents), ARMS[arm]
     problems = held_out(task_of(agents))
-    trainer, updates = make_trainer(folder, agents, arm, rounds, seed)
+    trainer = make_trainer(folder, agents, arm, rounds, seed)
     points: dict[str, list[dict[str, Any]]] = {
         name: [{"round": 0, "responses": 0, **_start(folder, name)}] for name in agents
     }
@@ -166,7 +161,7 @@ def train(folder: Path, setting: str, agents: tuple[str, ...], arm: str, seed: i
         """Measures all agents several times in a run."""
 
         def on_step_end(self, args, state, control, **kwargs):
-            done, rest = divmod(state.global_step, updates)
+            done, rest = divmod(state.global_step, trainer.updates_per_round)
             if rest == 0 and done % EVERY == 0:
                 for agent in trainer.agents:
                     samples = MEAN_OF if done % ROUNDS == 0 or done == rounds else 1

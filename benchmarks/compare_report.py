@@ -127,41 +127,31 @@ def accuracy_table(results: Results) -> str:
     return _table(head, rows)
 
 
-def _pair(values: Callable[[str], list[float]]) -> str:
-    return f"{_cell(values('greedy'))} / {_cell(values('sampled'))}"
+def _pair(values: Callable[[str], list[float]], sign: bool = False) -> str:
+    return f"{_cell(values('greedy'), sign)} / {_cell(values('sampled'), sign)}"
 
 
-def difference_table(results: Results, other: str) -> str:
-    """Paired differences to another arm, in points: greedy and sampled of every agent and of the team."""
-    head = [
-        f"minus {other}",
-        "seeds",
-        *(f"{name} greedy / sampled" for name in results.agents),
-        "team greedy / sampled",
-    ]
+def difference_table(results: Results, other: str, *, combined: bool = False) -> str:
+    """Paired differences to another arm, in points, of every agent and of the team.
+
+    Args:
+        results: of one setting.
+        other: the arm that is subtracted.
+        combined: the mean of greedy and sampled instead of both.
+    """
+
+    def cell(arm: str, agent: str | None) -> str:
+        if combined:
+            return _cell(results.mean_differences(arm, other, agent), sign=True)
+        return _pair(lambda kind: results.differences(arm, other, agent, kind), sign=True)
+
+    what = "" if combined else " greedy / sampled"
     rows = []
     for arm in results.arms:
         count = len(results.differences(arm, other, None, "greedy"))
-        if arm == other or not count:
-            continue
-        cells = []
-        for agent in (*results.agents, None):
-            pair = [_cell(results.differences(arm, other, agent, kind), sign=True) for kind in ("greedy", "sampled")]
-            cells.append(" / ".join(pair))
-        rows.append([arm, str(count), *cells])
-    return _table(head, rows)
-
-
-def mean_table(results: Results, other: str) -> str:
-    """Paired differences to another arm, in points: mean of greedy and sampled of every agent and of the team."""
-    rows = []
-    for arm in results.arms:
-        count = len(results.mean_differences(arm, other))
         if arm != other and count:
-            who = (*results.agents, None)
-            cells = [_cell(results.mean_differences(arm, other, agent), sign=True) for agent in who]
-            rows.append([arm, str(count), *cells])
-    return _table([f"minus {other}", "seeds", *results.agents, "team"], rows)
+            rows.append([arm, str(count), *(cell(arm, agent) for agent in (*results.agents, None))])
+    return _table([f"minus {other}", "seeds", *(f"{name}{what}" for name in (*results.agents, "team"))], rows)
 
 
 def task_table(results: Results) -> str:
@@ -228,8 +218,9 @@ def write_report(folder: Path, settings: Sequence[str]) -> str:
         about = SETTINGS[results.setting].about
         parts += [f"## {results.setting}: {about} ({', '.join(results.agents)}; {results.rounds} rounds)"]
         parts.append(accuracy_table(results))
-        for table in (mean_table, difference_table):
-            parts += [table(results, other) for other in ("gspo", "gspo-x2") if other in results.arms]
+        others = [other for other in ("gspo", "gspo-x2") if other in results.arms]
+        parts += [difference_table(results, other, combined=True) for other in others]
+        parts += [difference_table(results, other) for other in others]
         if len(next(iter(results.runs.values()))[results.agents[0]][0]["greedy"]) > 2:
             parts.append(task_table(results))
         if results.pairs:

@@ -274,12 +274,6 @@ def arms_of(setting: str) -> list[str]:
     return [name for name, arm in ARMS.items() if name not in without and (not arm.only or setting in arm.only)]
 
 
-def updates_of(arm: str, agents: int) -> int:
-    """Optimizer updates of an agent in a round."""
-    options = options_of(arm)
-    return (1 if ARMS[arm].alone else agents) * options["steps_per_generation"] * options.get("num_iterations", 1)
-
-
 def rounds_of(setting: str, agents: tuple[str, ...]) -> int:
     """Rounds of a run: the setting's. An agent alone runs for the longest of the usual settings that it is part of."""
     rounds = SETTINGS[setting].rounds

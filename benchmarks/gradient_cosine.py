@@ -94,7 +94,7 @@ def run(folder: Path, setting: str, arm: str, seed: int) -> list[dict]:
         build_agent_folder(folder, name)
     pool, _ = make_split(task_of(agents), PROMPTS, 0, seed=999)
     pool = list(make_dataset(pool))
-    trainer, updates = make_trainer(folder, agents, arm, rounds, seed)
+    trainer = make_trainer(folder, agents, arm, rounds, seed)
     entries: list[dict] = []
     bar = tqdm(total=rounds, desc=setting, unit="round")
 
@@ -105,12 +105,12 @@ def run(folder: Path, setting: str, arm: str, seed: int) -> list[dict]:
             entries.extend({"round": done, **entry} for entry in probe(trainer, pool))
 
         def on_step_begin(self, args, state, control, **kwargs):
-            done, rest = divmod(state.global_step, updates)
+            done, rest = divmod(state.global_step, trainer.updates_per_round)
             if rest == 0 and done % EVERY == 0:
                 self.look(done)
 
         def on_step_end(self, args, state, control, **kwargs):
-            done, rest = divmod(state.global_step, updates)
+            done, rest = divmod(state.global_step, trainer.updates_per_round)
             if rest == 0:
                 bar.update()
                 if done == rounds:

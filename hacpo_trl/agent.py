@@ -335,7 +335,6 @@ class HACPOAgent(GRPOTrainer):
         foreign: list[Row] = []
         shares: Shares = {}
         if self.args.shares_rollouts:
-            unusable = torch.zeros(len(rollouts), 2)
             for j, rollout in enumerate(rollouts):
                 if j == self.agent_index:
                     continue
@@ -343,8 +342,8 @@ class HACPOAgent(GRPOTrainer):
                     self._tokenizer, rollout.texts, rollout.finished, self._end_id, self.max_completion_length
                 )
                 shares[j, "coefficient"] = coefficients[j].item()
-                unusable[j, 0] = sum(encoded.overflowing) / len(rollout)
-                unusable[j, 1] = sum(encoded.unreadable) / len(rollout)
+                shares[j, "truncated"] = sum(encoded.overflowing) / len(rollout)
+                shares[j, "unreadable"] = sum(encoded.unreadable) / len(rollout)
                 foreign += peer_rows(
                     rollout,
                     encoded,
@@ -356,9 +355,6 @@ class HACPOAgent(GRPOTrainer):
                     shared_length=self.args.length_normalization == "shared",
                     drop_overflowing=self.args.peer_overflow == "drop" or self.mask_truncated_completions,
                 )
-            unusable = self.accelerator.reduce(unusable.to(self.accelerator.device), "mean").tolist()
-            for j in {source for source, _ in shares}:
-                shares[j, "truncated"], shares[j, "unreadable"] = unusable[j]
         self._plan = plan_round(
             rows,
             foreign,
@@ -371,7 +367,7 @@ class HACPOAgent(GRPOTrainer):
         )
         self._silent = self._find_silent(foreign)
         self.timings["reencoding"] += time.perf_counter() - started
-        return shares
+        return self._mean(shares)
 
     def _find_silent(self, foreign: Sequence[Row]) -> list[Counter[int]]:
         """For every update of a pass, how many responses of each source are left out."""
@@ -396,6 +392,13 @@ class HACPOAgent(GRPOTrainer):
             return counts
         local = torch.tensor([counts], device=self.accelerator.device)
         return self.accelerator.gather(local).amax(0).tolist()
+
+    def _mean(self, shares: Shares) -> Shares:
+        """The mean of every share over all processes, which have them in the same order."""
+        if self.accelerator.num_processes == 1 or not shares:
+            return shares
+        local = torch.tensor(list(shares.values()), dtype=torch.float64, device=self.accelerator.device)
+        return dict(zip(shares, self.accelerator.reduce(local, "mean").tolist(), strict=True))
 
     @property
     def steps_per_round(self) -> int:

@@ -156,8 +156,12 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
         )
     if state["global_step"] % state["updates_per_round"]:
         raise ValueError(f"{checkpoint!r} was saved inside a round, so the run cannot be continued exactly.")
-    there, here = state.get("exact", {}), _what_exact_resuming_needs(trainer)
-    differences = [f"{key}: {there[key]} there, {here[key]} here" for key in there if there[key] != here.get(key)]
+    there = state.get("exact", {})
+    differences = [
+        f"{key}: {there[key]} there, {value} here"
+        for key, value in _what_exact_resuming_needs(trainer).items()
+        if key in there and there[key] != value
+    ]
     if differences:
         warnings.warn(
             f"{checkpoint!r} is of a run with other settings ({'; '.join(differences)}). Weights and optimizers go on "
