@@ -125,8 +125,11 @@ class HACPOAgent(GRPOTrainer):
         accumulation, clipping and bucket sizes, and nothing would fail. With `offload_inactive_agents` its states come
         back to the device, and the other agents' go to sleep.
         """
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.set_device(self.accelerator.device)  # a new thread starts on the first device
+        device = self.accelerator.device
+        backend = getattr(torch, device.type, None)
+        # A device without index is the only one of its kind here, and Apple's GPU cannot be set
+        if device.index is not None and hasattr(backend, "set_device"):
+            backend.set_device(device)
         if self.is_deepspeed_enabled:
             AcceleratorState().select_deepspeed_plugin(self.agent_name)
         if self.residency is not None:

@@ -349,7 +349,8 @@ def _load_model(source: str, options: argparse.Namespace) -> Any:
     if options.engine == "vllm":
         settings = {"dtype": options.dtype, "seed": options.seed, "trust_remote_code": options.trust_remote_code}
         return load_vllm(source, **settings, **options.engine_kwargs)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(options.device or found or "cpu")
     if options.dtype == "auto":
         bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
         dtype = torch.bfloat16 if bfloat16 else torch.float32

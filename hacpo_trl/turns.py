@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 
 class _Stopped(BaseException):
     """Ends a thread after another one has failed."""
@@ -47,10 +49,12 @@ class Turns:
         self._for_main.clear()
         results: list[Any] = [None] * len(functions)
         errors: list[BaseException] = []
+        follow = _callers_streams()
 
         def work(index: int) -> None:
             self._thread.index = index
             try:
+                follow()
                 self._wait_for_turn(index)
                 results[index] = functions[index]()
             except _Stopped:
@@ -166,3 +170,22 @@ class Turns:
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
+
+
+def _callers_streams() -> Callable[[], None]:
+    """What a new thread calls to work on this thread's devices and streams, where all work is done.
+
+    By itself a thread starts on the first device's default stream, and vLLM gives each thread a stream of its own:
+    nothing would order its copy of the weights behind the last optimizer step, and the allocator would keep memory
+    for every stream.
+    """
+    backends = [backend for backend in (torch.cuda, torch.xpu) if backend.is_initialized()]
+    streams = [(backend, backend.current_stream()) for backend in backends]
+    for backend in backends:
+        backend.synchronize()
+
+    def follow() -> None:
+        for backend, stream in streams:
+            backend.set_stream(stream)  # and the stream's device
+
+    return follow
