@@ -1,7 +1,7 @@
 """Every private name of TRL, transformers and accelerate that this package overrides, calls or reads, in one place.
 
-`tests/test_contract.py` fails with a sentence when one of them moves or takes other arguments, and when agent.py,
-completions.py or trainer.py uses one that is not listed. `check_versions` warns when an untested release is installed.
+`tests/test_contract.py` fails with a sentence when one of them moves or takes other arguments, and when any file uses
+or overrides one that is not listed. `check_versions` warns when an untested release is installed.
 """
 
 import warnings
