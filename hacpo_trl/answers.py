@@ -18,13 +18,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from .data import INSTRUCTION, to_prompts
+from .prompts import INSTRUCTION, PromptForm, form_of_settings, make_form
 from .rewards import MathVerifier, math_reward
 from .scores import EvaluationResult, group_answers
-
-PLAIN_STOP = ("\nProblem:",)
-"""Where answers to plain prompts end by default: base models go on with a problem of their own, whose answer would be
-judged in place of the first one's."""
 
 PROMPT_FORMATS = ("auto", "chat", "plain")
 
@@ -80,6 +76,7 @@ def resolve_settings(
     top_p: float = 1.0,
     max_new_tokens: int = 2048,
     prompt_format: str = "auto",
+    prompt_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     system_prompt: str | None = None,
     instruction: str = INSTRUCTION,
@@ -105,38 +102,47 @@ def resolve_settings(
         raise ValueError(f"top_p={top_p!r} must be above 0 and at most 1.")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be a whole number of at least 1.")
-    resolved = resolve_prompt_format(tokenizer, prompt_format)
-    if stop is None:
-        stop = PLAIN_STOP if resolved == "plain" else ()
-    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"stop={stop!r} must be a list of texts that are not empty.")
+    form = make_form(
+        resolve_prompt_format(tokenizer, prompt_format),
+        prompt_template=prompt_template,
+        instruction=instruction,
+        system_prompt=system_prompt,
+        stop=stop,
+        chat_template_kwargs=chat_template_kwargs,
+    )
     return {
         "samples": samples,
         "temperature": temperature,
         "top_p": float(top_p) if temperature else 1.0,  # greedy decoding has no use for it
         "max_new_tokens": max_new_tokens,
-        "prompt_format": resolved,
-        "chat_template_kwargs": dict(chat_template_kwargs or {}) if resolved == "chat" else {},
-        "system_prompt": system_prompt or None,
-        "instruction": instruction,
-        "stop": list(stop),
+        **form.settings(),
         "seed": seed,
     }
 
 
-def _prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[dict[str, str]], settings: dict[str, Any]
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[dict[str, Any]], form: PromptForm
 ) -> list[list[int]]:
-    chat = settings["prompt_format"] == "chat"
-    prompts = to_prompts(
-        problems, chat=chat, system_prompt=settings["system_prompt"], instruction=settings["instruction"]
-    )["prompt"]
-    if not chat:
-        return tokenizer(list(prompts))["input_ids"]
+    """The tokens of every problem's prompt, as a trainer makes them.
+
+    Args:
+        tokenizer: the model's.
+        problems: rows with "problem".
+        form: how they become prompts.
+
+    Raises:
+        ValueError: for a problem that does not fit the form, naming it.
+    """
+    prompts = []
+    for i, row in enumerate(problems):
+        try:
+            prompts.append(form.render(row["problem"]))
+        except ValueError as error:
+            raise ValueError(f"Problem {i}: {error}") from None
+    if form.prompt_format == "plain":
+        return tokenizer(prompts)["input_ids"]
     texts = [
-        tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, **settings["chat_template_kwargs"]
-        )
+        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **form.chat_template_kwargs)
         for prompt in prompts
     ]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]  # the template has written them
@@ -250,6 +256,41 @@ def _generate_vllm(
     ]
 
 
+def _grade(
+    reward: Callable[..., Sequence[float | None]],
+    problems: Sequence[dict[str, Any]],
+    form: PromptForm,
+    responses: Sequence[Sequence[_Response]],
+) -> tuple[list[float | None], list[str]]:
+    """Rewards of all responses, None where they cannot be scored, and the answers that the function read.
+
+    The function is called as GRPOTrainer calls it: with every column of the problems, and chats as lists of messages.
+    """
+    rows = [(problem, response) for problem, row in zip(problems, responses, strict=True) for response in row]
+    chat = form.prompt_format == "chat"
+    extra: dict[str, list[Any]] = {}
+    columns = {
+        key: [problem.get(key) for problem, _ in rows] for key in problems[0] if key not in ("problem", "prompt")
+    }
+    scores = reward(
+        prompts=[form.render(problem["problem"]) for problem, _ in rows],
+        completions=[[{"role": "assistant", "content": r.text}] if chat else r.text for _, r in rows],
+        **columns,
+        trainer_state=None,
+        log_extra=extra.__setitem__,
+        log_metric=lambda name, value: None,
+    )
+    numbers = [None if score is None or math.isnan(float(score)) else float(score) for score in scores]
+    if len(numbers) != len(rows):
+        raise ValueError(f"The reward function returned {len(numbers)} rewards for {len(rows)} responses.")
+    return numbers, [str(answer) for answer in extra.get("parsed_answer", [""] * len(rows))]
+
+
+def _same_text(golds: Sequence[str], texts: Sequence[str]) -> list[float]:
+    """Equality of answers for a reward function that tells none: equal texts are in one group already."""
+    return [0.0] * len(golds)
+
+
 def load_vllm(model: str, **kwargs: Any) -> Any:
     """Loads a model into a vLLM engine.
 
@@ -286,13 +327,14 @@ def evaluate_model(
     top_p: float = 1.0,
     max_new_tokens: int = 2048,
     prompt_format: str = "auto",
+    prompt_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     system_prompt: str | None = None,
     instruction: str = INSTRUCTION,
     stop: Sequence[str] | None = None,
     seed: int = 0,
     batch_size: int = 32,
-    verifier: MathVerifier | Callable | None = None,
+    verifier: Callable[..., Sequence[float | None]] | None = None,
     model_name: str = "model",
     benchmark: str = "problems",
     progress: bool = True,
@@ -303,20 +345,24 @@ def evaluate_model(
         model: a causal language model of transformers on any device, or a `vllm.LLM` (see `load_vllm`). Sampling
             defaults of its generation configuration are not used; its end tokens are.
         tokenizer: its tokenizer.
-        problems: rows with "problem" and "answer", as `Benchmark.load` and `load_problems` return them.
+        problems: rows with "problem" and "answer", as `Benchmark.load` and `load_problems` return them. Rows of a
+            training set serve as well: "prompt" stands for "problem", and all columns go to the verifier.
         samples: answers to each problem.
         temperature: 0 decodes greedily. By default 0 for one answer and 1, as in training, for several.
         top_p: sample from the most likely tokens that have this probability together.
         max_new_tokens: longest response. With transformers it also ends where the model's positions do.
-        prompt_format: "chat", "plain", or "auto": chat if the tokenizer has a template.
-        chat_template_kwargs: arguments of the template, such as {"enable_thinking": False}.
+        prompt_format: "chat", "plain", or "auto": chat if the tokenizer has a template. An agent that was trained in
+            another form is asked in it by `**read_form(folder).settings()`.
+        prompt_template: the problem takes the place of "{problem}" in it; see `PromptForm`.
+        chat_template_kwargs: arguments of the chat template, such as {"enable_thinking": False}.
         system_prompt: first message of the chat, or first line of the text.
-        instruction: stands behind every problem.
-        stop: texts that end a response and do not belong to it; by default `PLAIN_STOP` for plain prompts.
+        instruction: stands behind every problem, where there is no prompt_template.
+        stop: texts that end a response and do not belong to it; by default see `make_form`.
         seed: of the sampling. With transformers, samples also depend on batch_size.
         batch_size: responses that transformers generate together.
-        verifier: judges the answers, by default `math_reward`: the gold is parsed first and the answer is compared
-            with it, so that several parts, intervals, matrices, units and texts are read as the gold reads.
+        verifier: judges the answers: any reward function of a trainer's that is not async. A reward above 0 is right.
+            By default `math_reward`: the gold is parsed first and the answer is compared with it, so that several
+            parts, intervals, matrices, units and texts are read as the gold reads.
         model_name: name in tables.
         benchmark: key in `BENCHMARKS`, or another name.
         progress: whether to show a bar.
@@ -334,6 +380,7 @@ def evaluate_model(
         top_p=top_p,
         max_new_tokens=max_new_tokens,
         prompt_format=prompt_format,
+        prompt_template=prompt_template,
         chat_template_kwargs=chat_template_kwargs,
         system_prompt=system_prompt,
         instruction=instruction,
@@ -342,13 +389,16 @@ def evaluate_model(
     )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r} must be a whole number of at least 1.")
+    problems = [row if "problem" in row else {**row, "problem": row.get("prompt")} for row in problems]
     if not problems:
         raise ValueError("There are no problems to evaluate on.")
     for i, row in enumerate(problems):
-        if not isinstance(row.get("problem"), str) or not isinstance(row.get("answer"), str):
+        missing = verifier is None and not isinstance(row.get("answer"), str)
+        if missing or not isinstance(row["problem"], (str, list)):
             raise ValueError(f"Problem {i} needs the texts 'problem' and 'answer', it has {sorted(row)}.")
     started = time.perf_counter()
-    prompts = _prompt_ids(tokenizer, problems, settings)
+    form = form_of_settings(settings)
+    prompts = prompt_ids(tokenizer, problems, form)
     if isinstance(model, torch.nn.Module):
         room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
         longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -362,32 +412,31 @@ def evaluate_model(
     else:
         responses = _generate_vllm(model, tokenizer, prompts, settings, progress)
 
-    verifier = math_reward if verifier is None else verifier
-    parsed: dict[str, list[str]] = {}
-    flat = [response.text for row in responses for response in row]
-    scores = verifier(
-        flat, answer=[row["answer"] for row in problems for _ in range(samples)], log_extra=parsed.__setitem__
-    )
-    found = parsed.get("parsed_answer", [""] * len(flat))
+    reward = math_reward if verifier is None else verifier
+    scores, found = _grade(reward, problems, form, responses)
 
     def by_problem(values: Sequence[Any]) -> list[list[Any]]:
         return [list(values[i : i + samples]) for i in range(0, len(values), samples)]
 
-    texts, answers = by_problem(flat), by_problem(found)
-    correct = by_problem([None if score is None else bool(score) for score in scores])
+    texts, answers = by_problem([response.text for row in responses for response in row]), by_problem(found)
+    rewards = by_problem(scores)
+    correct = [[None if all(r is None for r in row) else (r or 0) > 0 for r in row] for row in rewards]
     if samples > 1:
-        votes = group_answers(texts, answers, correct, verifier)
+        equal = reward.score if isinstance(reward, MathVerifier) else _same_text
+        votes = group_answers(texts, answers, correct, equal)
     else:
         votes = [[0 if row[0] else 1] for row in correct]
+    graded = any(score not in (None, 0, 1) for score in scores)  # more than right or wrong
     rows = []
     for i, problem in enumerate(problems):
         rows.append(
             {
                 "problem": problem["problem"],
-                "answer": problem["answer"],
+                "answer": problem.get("answer", ""),
                 "samples": texts[i],
                 "parsed": answers[i],
                 "correct": correct[i],
+                **({"rewards": rewards[i]} if graded else {}),
                 "votes": votes[i],
                 "tokens": [response.tokens for response in responses[i]],
                 "finished": [response.finished for response in responses[i]],

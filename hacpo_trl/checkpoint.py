@@ -13,6 +13,8 @@ from accelerate.utils import is_peft_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
+from .prompts import read_form
+
 if TYPE_CHECKING:
     from .trainer import HACPOTrainer
 
@@ -184,6 +186,9 @@ def merge_adapter(folder: str, output_dir: str) -> None:
     model = AutoPeftModelForCausalLM.from_pretrained(folder)
     model.merge_and_unload().save_pretrained(output_dir)
     AutoTokenizer.from_pretrained(folder).save_pretrained(output_dir)
+    form = read_form(folder)
+    if form is not None:
+        form.save(output_dir)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str, name: str) -> None:

@@ -13,9 +13,9 @@ import pyarrow
 import pyarrow.parquet
 from datasets import Dataset, load_dataset
 
-logger = logging.getLogger(__name__)
+from .prompts import PromptForm
 
-INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+logger = logging.getLogger(__name__)
 
 _PROBLEM_COLUMNS = ("problem", "question", "prompt", "query", "instruction", "input")
 _ANSWER_COLUMNS = ("final_answer", "answer", "gold", "target", "expected_answer", "solution", "output")
@@ -71,7 +71,7 @@ def load_problems(
     problem_column: str | None = None,
     answer_column: str | None = None,
     limit: int | None = None,
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     """Reads problems and final answers.
 
     Args:
@@ -83,8 +83,8 @@ def load_problems(
         limit: take the first problems only.
 
     Returns:
-        Rows with "problem" and "answer". Rows without a problem or an answer are left out, and which they are is
-        logged.
+        Rows with "problem", a text or a list of messages as it stands there, and "answer". Rows without a problem or
+        an answer are left out, and which they are is logged.
 
     Raises:
         ValueError: naming file, line and column of what cannot be read.
@@ -100,14 +100,14 @@ def load_problems(
     problems, left_out = [], []
     for place, row in zip(places, rows, strict=True):
         text, final = row.get(problem), extract_answer(row.get(answer))
-        if text is not None and not isinstance(text, str) and text == text:  # NaN stands for nothing
+        if text is not None and not isinstance(text, str) and not _is_chat(text) and text == text:  # NaN: nothing
             kind = "a number" if isinstance(text, (int, float)) else f"of type {type(text).__name__}"
             raise ValueError(
                 f"{source}, {place}: the problem in column {problem!r} is {text!r:.80}, {kind} and not text. Put "
                 "it in quotes, or name another column with problem_column."
             )
-        if text and text == text and text.strip() and final is not None:
-            problems.append({"problem": text.strip(), "answer": final})
+        if text and text == text and final is not None and (not isinstance(text, str) or text.strip()):
+            problems.append({"problem": text, "answer": final})
             if limit is not None and len(problems) == limit:
                 break
         else:
@@ -120,6 +120,15 @@ def load_problems(
             source, len(left_out), len(rows), problem, answer, ", ".join(left_out[:5]), ", ..." * (len(left_out) > 5),
         )  # fmt: skip
     return problems
+
+
+def _is_chat(problem: Any) -> bool:
+    """Whether a problem is a list of messages."""
+    return (
+        isinstance(problem, list)
+        and len(problem) > 0
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in problem)
+    )
 
 
 def is_local(source: str) -> bool:
@@ -264,33 +273,17 @@ def _column(columns: Sequence[str], given: str | None, known: Sequence[str], wha
     )
 
 
-def to_prompts(
-    problems: Sequence[dict[str, str]],
-    *,
-    chat: bool,
-    system_prompt: str | None = None,
-    instruction: str = INSTRUCTION,
-) -> Dataset:
+def to_prompts(problems: Sequence[dict[str, Any]], form: PromptForm) -> Dataset:
     """Makes prompts of problems.
 
     Args:
         problems: rows with "problem" and "answer".
-        chat: as a chat, for agents with chat templates, or as a plain text that base models go on writing.
-        system_prompt: first message of the chat, or first line of the text.
-        instruction: stands behind every problem.
+        form: the prompts' form, such as `make_form("chat")`.
 
     Returns:
         Columns "prompt" and "answer".
+
+    Raises:
+        ValueError: for a problem that does not fit the form.
     """
-    rows = []
-    for row in problems:
-        if chat:
-            content = f"{row['problem']}\n\n{instruction}" if instruction else row["problem"]
-            prompt: Any = [{"role": "user", "content": content}]
-            if system_prompt:
-                prompt.insert(0, {"role": "system", "content": system_prompt})
-        else:
-            parts = [system_prompt, f"Problem: {row['problem']}", instruction, "Solution:"]
-            prompt = "\n".join(part for part in parts if part)
-        rows.append({"prompt": prompt, "answer": row["answer"]})
-    return Dataset.from_list(rows)
+    return Dataset.from_list([{"prompt": form.render(row["problem"]), "answer": row["answer"]} for row in problems])

@@ -3,8 +3,10 @@
     python examples/evaluate_math.py out/model-a out/model-b --benchmarks math_500 gsm8k aime_2025
     python examples/evaluate_math.py out/model-a --data_dir data --before base/model-a --engine vllm
 
-Every result is a JSON file in --output_dir, with all answers; `results.md` there holds the table and `results.json` an
-overview. A result that is there already, of the same model, problems and settings, is used again.
+Agents are asked in the form in which they were trained (hacpo_prompt.json in their folder), and so are the models
+before them, unless options say otherwise. Every result is a JSON file in --output_dir, with all answers; `results.md`
+there holds the table and `results.json` an overview. A result that is there already, of the same model, problems and
+settings, is used again.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .answers import PROMPT_FORMATS, evaluate_model, load_vllm, resolve_settings
+from .answers import PROMPT_FORMATS, evaluate_model, load_vllm, prompt_ids, resolve_settings
 from .benchmarks import BENCHMARKS
-from .data import INSTRUCTION, load_problems
+from .data import load_problems
+from .prompts import INSTRUCTION, PROMPT_FILE, PromptForm, make_form, read_form, with_newlines
 from .scores import (
     FORMAT,
     EvaluationResult,
@@ -71,11 +75,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--top_p", type=float, default=1.0)
     add("--max_new_tokens", type=int, default=2048, help="longest response (default: %(default)s)")
     add("--seed", type=int, default=0)
-    add("--prompt_format", default="auto", choices=PROMPT_FORMATS, help="auto: chat if the tokenizer has a template")
-    add("--chat_template_kwargs", default="{}", help="JSON, such as '{\"enable_thinking\": false}'")
-    add("--system_prompt", help="first message of the chat, or first line of the text")
-    add("--instruction", default=INSTRUCTION, help="stands behind every problem (default: %(default)s)")
-    add("--stop", nargs="*", help="texts that end a response (default: '\\nProblem:' for plain prompts, else none)")
+    add(
+        "--prompt_format",
+        choices=PROMPT_FORMATS,
+        help="default: as each model was trained; where that is not known: auto, chat if all of them have a template",
+    )
+    add("--prompt_template", help="text with {problem} in it, where \\n is a new line (default: as trained)")
+    add("--instruction", help=f"stands behind every problem (default: as trained, or {INSTRUCTION!r})")
+    add("--system_prompt", help="first message of the chat, or first line of the text (default: as trained)")
+    add("--chat_template_kwargs", help="JSON, such as '{\"enable_thinking\": false}' (default: as trained)")
+    add("--stop", nargs="*", help="texts that end a response (default: as trained; plain prompts: '\\nProblem:')")
     add("--engine", default="transformers", choices=("transformers", "vllm"))
     add("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on a GPU that has it, else float32")
     add("--device", help="such as cuda:1 (default: the GPU if there is one); not for vllm")
@@ -125,7 +134,7 @@ def run(options: argparse.Namespace) -> str:
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"--limit {options.limit}: use at least 1.")
     template_kwargs, engine_kwargs = (
-        _read_object(options, "chat_template_kwargs"),
+        None if options.chat_template_kwargs is None else _read_object(options, "chat_template_kwargs"),
         _read_object(options, "engine_kwargs"),
     )
     names = options.names or model_names(options.models)
@@ -136,20 +145,26 @@ def run(options: argparse.Namespace) -> str:
     )
     before = _read_before(options, names)
     problems = _load_problems(options)
+    tokenizers = {m: _load(AutoTokenizer, m, options) for m in (*options.models, *before) if isinstance(m, str)}
+    forms = _find_forms(names, tokenizers, before, options)
 
     results, files, pairs = [], [], []
-    for name, model in zip(names, options.models, strict=True):
-        for result, path in _evaluate(model, name, problems, options):
+    for name, model, form in zip(names, options.models, forms, strict=True):
+        for result, path in _evaluate(model, name, tokenizers[model], form, problems, options):
             results.append(result)
             files.append(path)
-    evaluated: dict[str, list[tuple[EvaluationResult, Path]]] = {}
+    evaluated: dict[tuple[str, str], list[tuple[EvaluationResult, Path]]] = {}
     for i, name in enumerate(names):
         earlier = before[i]
         if isinstance(earlier, str):
-            if earlier not in evaluated:  # one base of several models
+            tokenizer, form = tokenizers[earlier], forms[i]
+            if form.prompt_format == "chat":  # what the agent was asked is what its base is asked
+                tokenizer.chat_template = tokenizers[options.models[i]].chat_template
+            case = earlier, _digest([form.settings(), tokenizer.chat_template])
+            if case not in evaluated:  # one base of several models
                 label = _before_name(earlier, name, names)
-                evaluated[earlier] = _evaluate(earlier, label, problems, options)
-            earlier = [result for result, _ in evaluated[earlier]]
+                evaluated[case] = _evaluate(earlier, label, tokenizer, form, problems, options)
+            earlier = [result for result, _ in evaluated[case]]
         for result in [r for r in results if r.model == name]:
             match = [e for e in earlier if e.benchmark == result.benchmark]
             if earlier and not match:
@@ -250,13 +265,53 @@ def _load_problems(options: argparse.Namespace) -> dict[str, tuple[list[dict[str
     return problems
 
 
+def _find_forms(
+    names: Sequence[str], tokenizers: dict[str, Any], before: Sequence[Any], options: argparse.Namespace
+) -> list[PromptForm]:
+    """How every model is asked: as the options say, else as it was trained, else all of them alike."""
+    saved = [None if options.prompt_format else read_form(model) for model in options.models]
+    chosen = options.prompt_format or "auto"
+    if chosen == "auto":  # as `hacpo train` decides: for all models together
+        open_ones = [pair for *pair, form in zip(options.models, before, saved, strict=True) if form is None]
+        with_template = [bool(tokenizers[m].chat_template) for pair in open_ones for m in pair if isinstance(m, str)]
+        chosen = "chat" if all(with_template) else "plain"
+    forms = []
+    for name, trained in zip(names, saved, strict=True):
+        given = {
+            "system_prompt": options.system_prompt,
+            "stop": None if options.stop is None else tuple(map(with_newlines, options.stop)),
+            "chat_template_kwargs": options.chat_template_kwargs,
+            "prompt_template": None if options.prompt_template is None else with_newlines(options.prompt_template),
+            "instruction": options.instruction,
+        }
+        given = {key: value for key, value in given.items() if value is not None}
+        if trained is None:
+            form, why = make_form(chosen, **given), "prompts"
+            why = why if options.prompt_format else f"no {PROMPT_FILE} in its folder; prompts"
+        else:
+            form, why = trained, "prompts as in training"
+            if "prompt_template" in given or "instruction" in given:
+                kept = {"system_prompt": form.system_prompt, "chat_template_kwargs": form.chat_template_kwargs}
+                form = make_form(form.prompt_format, **{**kept, **given})
+            else:
+                form = replace(form, **given)
+            why = "prompts, other than in training" if form != trained else why
+        print(f"{name}: {why}: {form}")
+        forms.append(form)
+    return forms
+
+
 def _evaluate(
-    source: str, name: str, problems: dict[str, tuple[list[dict[str, str]], int]], options: argparse.Namespace
+    source: str,
+    name: str,
+    tokenizer: Any,
+    form: PromptForm,
+    problems: dict[str, tuple[list[dict[str, Any]], int]],
+    options: argparse.Namespace,
 ) -> list[tuple[EvaluationResult, Path]]:
     """A model's results on all benchmarks; the model is loaded only if one of them is missing."""
-    tokenizer = _load(AutoTokenizer, source, options)
     identity = {"engine": options.engine, "dtype": options.dtype, "model": _fingerprint(source)}
-    identity["engine_kwargs"] = options.engine_kwargs
+    identity |= {"engine_kwargs": options.engine_kwargs, "chat_template": tokenizer.chat_template}
     plan = []  # all settings are checked before the first answer
     for benchmark, (rows, samples) in problems.items():
         asked = {
@@ -264,15 +319,12 @@ def _evaluate(
             "temperature": options.temperature,
             "top_p": options.top_p,
             "max_new_tokens": options.max_new_tokens,
-            "prompt_format": options.prompt_format,
-            "chat_template_kwargs": options.chat_template_kwargs,
-            "system_prompt": options.system_prompt,
-            "instruction": options.instruction,
-            "stop": options.stop,
             "seed": options.seed,
+            **form.settings(),
         }
         try:
             key = _digest([identity, resolve_settings(tokenizer, **asked), rows, FORMAT])
+            prompt_ids(tokenizer, rows, form)
         except ValueError as error:
             raise ValueError(f"{name}, {benchmark}: {error}") from None
         plan.append((benchmark, rows, asked, key))

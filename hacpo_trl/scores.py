@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,10 +29,11 @@ _COMPARED = (
     "top_p",
     "max_new_tokens",
     "prompt_format",
+    "prompt_template",
     "chat_template_kwargs",
     "system_prompt",
-    "instruction",
     "stop",
+    "reward",
 )
 
 
@@ -130,7 +131,10 @@ def majority_at_k(votes: Sequence[int | None], k: int | None = None) -> float:
 
 
 def group_answers(
-    texts: Sequence[Sequence[str]], answers: Sequence[Sequence[str]], correct: Sequence[Sequence[bool]], verifier
+    texts: Sequence[Sequence[str]],
+    answers: Sequence[Sequence[str]],
+    correct: Sequence[Sequence[bool]],
+    equal: Callable[[Sequence[str], Sequence[str]], Sequence[float | None]],
 ) -> list[list[int | None]]:
     """Groups each problem's answers by equality: 0 right, 1, 2, ... wrong, None without an answer.
 
@@ -160,7 +164,7 @@ def group_answers(
             asked.extend((problem, founder, other) for other in waiting)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a model's answer that cannot be parsed stands for itself
-            scores = verifier.score([gold for _, gold, _ in asked], [rf"\boxed{{{other}}}" for *_, other in asked])
+            scores = equal([gold for _, gold, _ in asked], [rf"\boxed{{{other}}}" for *_, other in asked])
         for (problem, _, other), score in zip(asked, scores, strict=True):
             if score:
                 for i in open_answers[problem].pop(other):
@@ -194,7 +198,8 @@ class EvaluationResult:
         settings: how the answers were made; see `evaluate_model`.
         problems: for each problem a dictionary with `problem`, `answer` (the gold) and, a list with an entry for each
             answer, `samples` (the responses), `parsed` (the answer found in each), `correct` (None for all when the
-            gold cannot be parsed), `votes` (see `majority_at_k`), `tokens` and `finished` (False: cut at the limit).
+            gold cannot be parsed), `rewards` (only of a reward function that tells more than right or wrong), `votes`
+            (see `majority_at_k`), `tokens` and `finished` (False: cut at the limit).
         seconds: time it took.
         key: identifies model, problems and settings; an evaluation with the same key need not be run again.
     """
@@ -228,7 +233,8 @@ class EvaluationResult:
         Returns:
             `problems` (scored), `unscored`, `samples`, `average` and `average_error` (see `average_at_k`), `pass` and
             `majority` (by k, as text: JSON has no other keys; each a pair of mean and standard error over problems),
-            `tokens` (mean of a response) and `truncated` (share of responses cut at the limit).
+            `reward` (mean and standard error, None where there is only right or wrong), `tokens` (mean of a response)
+            and `truncated` (share of responses cut at the limit).
         """
         if self._summary is None:
             rows, n = self.scored, self.samples
@@ -246,6 +252,7 @@ class EvaluationResult:
                 "average_error": error,
                 "pass": passes,
                 "majority": majorities,
+                "reward": _mean_reward(rows),
                 "tokens": sum(sum(row["tokens"]) for row in self.problems) / total,
                 "truncated": sum(row["finished"].count(False) for row in self.problems) / total,
             }
@@ -291,6 +298,14 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     finally:
         with suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def _mean_reward(rows: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Mean over problems of the mean reward, and its standard error; None where the rewards are right or wrong."""
+    if not rows or "rewards" not in rows[0]:
+        return None
+    known = [[reward for reward in row["rewards"] if reward is not None] for row in rows]
+    return _mean_and_error([sum(rewards) / len(rewards) for rewards in known])
 
 
 def _without_nan(value: Any) -> Any:
@@ -357,7 +372,8 @@ def _means_by_problem(result: EvaluationResult) -> dict[tuple[str, str, int], fl
     means: dict[tuple[str, str, int], float | None] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for row in result.problems:
-        key = row["problem"], row["answer"]
+        problem = row["problem"].strip() if isinstance(row["problem"], str) else json.dumps(row["problem"])
+        key = problem, row["answer"]
         verdicts = row["correct"]
         means[*key, seen[key]] = None if verdicts[0] is None else sum(verdicts) / len(verdicts)
         seen[key] += 1
@@ -411,6 +427,8 @@ def results_table(
         kinds = list(dict.fromkeys(_kind(result) for result in known))
         for kind in kinds:
             rows.append([label, kind, *(format_average(r) if r and _kind(r) == kind else "" for r in present)])
+        if any(result.summary()["reward"] for result in known):
+            rows.append([label, "mean reward", *(_reward(r) if r else "" for r in present)])
         sampled = sorted({result.samples for result in known if result.samples > 1})
         for measure in ("pass", "majority"):
             for k in sampled:
@@ -448,6 +466,8 @@ def results_table(
             rows.append(
                 [after.title, " → ".join(measures), label, format_average(before), format_average(after), changed]
             )
+            if before.summary()["reward"] or after.summary()["reward"]:
+                rows.append([after.title, "mean reward", label, _reward(before), _reward(after), ""])
             notes.extend(_setting_notes(f"{after.title}, before and after", [before, after]))
         header = ["benchmark", "measure", "model", "before", "after", "difference ± paired s.e."]
         lines += ["", *_markdown(header, rows, left=3)]
@@ -463,6 +483,12 @@ def _kind(result: EvaluationResult) -> str:
 def format_average(result: EvaluationResult) -> str:
     """Accuracy and standard error of a result, as percentages."""
     return _percent(result.summary()["average"], result.summary()["average_error"])
+
+
+def _reward(result: EvaluationResult) -> str:
+    """Mean reward and standard error, where a reward function tells more than right or wrong."""
+    mean, error = result.summary()["reward"] or (math.nan, math.nan)
+    return "–" if math.isnan(mean) else f"{mean:.3f} ± {error:.3f}"
 
 
 def _setting_notes(title: str, results: Sequence[EvaluationResult]) -> list[str]:

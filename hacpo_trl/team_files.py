@@ -45,6 +45,7 @@ class TeamFiles(HACPOAgent):
                 HACPOAgent.save_model(agent, unfinished, _internal_call=True)
                 if self.is_world_process_zero():
                     write_card(self, agent, unfinished)
+                    self.prompt_form.for_agent(agent.args.chat_template_kwargs).save(unfinished)
             if self.args.should_save and check_tokenizers:
                 check_tokenizer(agent.processing_class, folder, agent.agent_name)
 

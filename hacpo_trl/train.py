@@ -6,21 +6,24 @@ given on the command line or in a YAML file named by --config; the command line 
 
 import difflib
 import os
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .config import HACPOConfig
-from .data import INSTRUCTION, is_local, load_problems, to_prompts
+from .data import is_local, load_problems, to_prompts
+from .prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_newlines
 from .rewards import math_reward
 from .sharing import check_sharing
-from .team import check_dataset, check_models, resolve_names
+from .team import check_dataset, check_models, load_tokenizers, resolve_names
 from .trainer import HACPOTrainer
+from .tryout import sample_team, show_prompt
 
 
 @dataclass
@@ -43,10 +46,23 @@ class ScriptArguments:
             "choices": ("auto", "chat", "plain"),
         },
     )
+    prompt_template: str | None = field(
+        default=None, metadata={"help": "Text with {problem} in it that makes the prompts; \\n in it is a new line."}
+    )
+    prompt_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of whole prompts, texts or lists of messages, to which nothing is added."},
+    )
     system_prompt: str | None = field(default=None, metadata={"help": "First message of every prompt."})
-    instruction: str = field(default=INSTRUCTION, metadata={"help": "Stands behind every problem."})
+    instruction: str = field(
+        default=INSTRUCTION, metadata={"help": "Stands behind every problem, where there is no prompt_template."}
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "Check the settings and print the plan of the run, without loading weights."}
+    )
+    sample_problems: int = field(
+        default=0,
+        metadata={"help": "Problems that every agent answers in a dry run, to see if the task is learnable."},
     )
 
 
@@ -123,7 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         script, args, model_args = _parse(sys.argv[1:] if arguments is None else list(arguments))
         quantization = get_quantization_config(model_args)
         if script.dry_run:
-            print(describe(script, args, model_args))
+            print(describe(script, args, model_args), flush=True)
+            if script.sample_problems:
+                task = _task(script, args)
+                problems = random.Random(args.seed).sample(
+                    task.problems, min(script.sample_problems, len(task.problems))
+                )
+                print(sample_team(script.models, *task[:4], problems, math_reward))
             return 0
         trainer = _build(script, args, model_args, quantization)
     except (ValueError, ImportError, FileNotFoundError, IsADirectoryError) as error:
@@ -166,6 +188,18 @@ def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelCon
         raise ValueError("Which problems? Give --dataset with a Hub id or a local file.")
     if script.prompt_format not in ("auto", "chat", "plain"):  # of a YAML file
         raise ValueError(f"prompt_format={script.prompt_format!r} is unknown; use one of auto, chat, plain.")
+    if script.prompt_template is not None:
+        script.prompt_template = with_newlines(script.prompt_template)
+        make_form("plain", prompt_template=script.prompt_template)  # refuses what is no template
+    for other in ("prompt_template", "problem_column", "system_prompt"):
+        if script.prompt_column is not None and getattr(script, other) is not None:
+            raise ValueError(
+                f"--prompt_column takes prompts as they are, --{other} makes prompts of problems: give one of them."
+            )
+    if script.sample_problems and not script.dry_run:
+        raise ValueError("--sample_problems belongs to --dry_run: it samples without training.")
+    if script.sample_problems < 0:
+        raise ValueError(f"--sample_problems {script.sample_problems}: use at least 1, such as 8.")
     evaluates = getattr(args.eval_strategy, "value", args.eval_strategy) != "no"
     if script.eval_dataset_file and not (evaluates or args.eval_on_start):
         raise ValueError(
@@ -184,46 +218,109 @@ def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelCon
     return script, args, model_args
 
 
-def _problems(script: ScriptArguments, *, evaluation: bool = False) -> list[dict[str, str]]:
-    columns = {"problem_column": script.problem_column, "answer_column": script.answer_column}
-    if evaluation:
-        return load_problems(script.eval_dataset_file, **columns)
-    return load_problems(
-        script.dataset, split=script.dataset_split, name=script.dataset_config, limit=script.max_problems, **columns
-    )
+class _Task(NamedTuple):
+    """Who is asked what."""
+
+    names: list[str]
+    configs: list[HACPOConfig]
+    tokenizers: list[PreTrainedTokenizerBase]
+    form: PromptForm
+    problems: list[dict[str, Any]] | None  # None: a data set of the Hub that a dry run does not look at
+    eval_problems: list[dict[str, Any]] | None
+
+
+def _task(script: ScriptArguments, args: HACPOConfig, *, of_hub: bool = True) -> _Task:
+    """Everything of a run but the models.
+
+    Args:
+        script: what to train on what.
+        args: settings of the team.
+        of_hub: whether to load data sets of the Hub, too.
+
+    Raises:
+        ValueError: for settings, models, problems and templates that do not go together.
+    """
+    names = resolve_names(script.models, script.agent_names)
+    args.check_agents(names)
+    configs = [args.for_agent(name, leader=i == 0, index=i) for i, name in enumerate(names)]
+    check_models(script.models, names, configs)
+    tokenizers = load_tokenizers(script.models, [None] * len(names), names, configs)
+    columns = {"problem_column": script.prompt_column or script.problem_column, "answer_column": script.answer_column}
+    problems = eval_problems = None
+    if of_hub or is_local(script.dataset):
+        problems = load_problems(
+            script.dataset,
+            split=script.dataset_split,
+            name=script.dataset_config,
+            limit=script.max_problems,
+            **columns,
+        )
+    if script.eval_dataset_file and (of_hub or is_local(script.eval_dataset_file)):
+        eval_problems = load_problems(script.eval_dataset_file, **columns)
+    form = _form(script, problems, names, tokenizers)
+    return _Task(names, configs, tokenizers, form, problems, eval_problems)
 
 
 def _build(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, quantization: Any) -> HACPOTrainer:
-    chat = script.prompt_format == "chat"
-    if script.prompt_format == "auto":
-        try:
-            chat = all(
-                AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code).chat_template
-                for model in script.models
-            )
-        except (OSError, ValueError):  # a model that is not there: the trainer says which, of all
-            chat = False
-        print(f"Prompts are {'chats' if chat else 'plain text: not every agent has a chat template'}.")
-    form = {"chat": chat, "system_prompt": script.system_prompt, "instruction": script.instruction}
+    task = _task(script, args)
+    print(f"Prompts: {task.form}")
     trainer = HACPOTrainer(
         models=script.models,
         reward_funcs=math_reward,
         args=args,
-        train_dataset=to_prompts(_problems(script), **form),
-        eval_dataset=to_prompts(_problems(script, evaluation=True), **form) if script.eval_dataset_file else None,
+        train_dataset=to_prompts(task.problems, task.form),
+        eval_dataset=to_prompts(task.eval_problems, task.form) if task.eval_problems else None,
         peft_configs=get_peft_config(model_args),
         quantization_configs=quantization,
         agent_names=script.agent_names,
     )
+    trainer.prompt_form = task.form
     if not os.path.exists(script.dataset):
         trainer.card_details["dataset_name"] = script.dataset
     return trainer
 
 
+def _form(
+    script: ScriptArguments,
+    problems: list[dict[str, Any]] | None,
+    names: Sequence[str],
+    tokenizers: Sequence[PreTrainedTokenizerBase],
+) -> PromptForm:
+    """How problems become prompts: one form for the team.
+
+    Raises:
+        ValueError: for chats without a template, and for templates around prompts that are chats already.
+    """
+    without = [name for name, tokenizer in zip(names, tokenizers, strict=True) if not tokenizer.chat_template]
+    chats = bool(problems) and not isinstance(problems[0]["problem"], str)
+    wanted = script.prompt_format
+    if chats:
+        given = [n for n in ("prompt_template", "system_prompt") if getattr(script, n) is not None]
+        if given or wanted == "plain":
+            raise ValueError(
+                f"The prompts of {script.dataset} are lists of messages, which are rendered by each agent's chat "
+                f"template as they are. Leave out {' and '.join(f'--{n}' for n in given) or '--prompt_format plain'}."
+            )
+        wanted = "chat"
+    elif wanted == "auto":
+        wanted = "plain" if without or script.prompt_column is not None else "chat"
+    if wanted == "chat" and without:
+        why = f"the prompts of {script.dataset} are chats" if chats else "--prompt_format chat"
+        raise ValueError(
+            f"{why}, but there is no chat template in the tokenizer of {' and '.join(map(repr, without))}. "
+            + ("Give texts instead." if chats else "Use --prompt_format plain, or leave it out.")
+        )
+    template = AS_IT_IS if chats or script.prompt_column is not None else script.prompt_template
+    return make_form(
+        wanted, prompt_template=template, instruction=script.instruction, system_prompt=script.system_prompt
+    )
+
+
 def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig) -> str:
     """The plan of a run: agents, the arithmetic of a round, and an estimate of the memory.
 
-    Local problems are read and checked as the run does it; data sets of the Hub are not looked at.
+    Tokenizers are loaded, and local problems are read and checked as the run does it; data sets of the Hub are not
+    looked at.
 
     Args:
         script: what to train on what.
@@ -235,13 +332,10 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     """
     from .memory import GIB, AgentShape, estimate
 
-    names = resolve_names(script.models, script.agent_names)
-    count = len(names)
-    args.check_agents(names)
-    configs = [args.for_agent(name, leader=i == 0, index=i) for i, name in enumerate(names)]
+    task = _task(script, args, of_hub=False)
+    names, configs, count = task.names, task.configs, len(task.names)
     adapters = [get_peft_config(model_args)] * count
     repositories = check_sharing(script.models, names, args, configs, adapters)
-    check_models(script.models, names, configs)
 
     processes = args.world_size
     own = args.steps_per_generation // args.gradient_accumulation_steps * args.num_iterations
@@ -285,22 +379,28 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
         checkpointing=bool(args.gradient_checkpointing),
     )
     lines.append(f"memory on each GPU, estimated for prompts of 1024 tokens: {team.total / GIB:.1f} GiB")
-    if is_local(script.dataset):
-        problems = len(_checked(_problems(script), configs))
+    if task.problems is not None:
+        problems = len(task.problems)
+        check_dataset(to_prompts(task.problems, task.form), task.tokenizers, names, configs)
         rounds = args.max_rounds if args.max_rounds > 0 else int(args.num_train_epochs * (problems // prompts))
         if args.max_steps > 0:
             rounds = args.max_steps // updates
         lines.append(f"{problems} problems, {rounds} rounds, {rounds * updates} updates of an agent")
     else:
         lines.append(f"{script.dataset}: a data set of the Hub, not looked at")
-    if script.eval_dataset_file and is_local(script.eval_dataset_file):
-        count = len(_checked(_problems(script, evaluation=True), configs, evaluation=True))
-        lines.append(f"{count} problems to evaluate on")
+    if task.eval_problems is not None:
+        evaluation = to_prompts(task.eval_problems, task.form)
+        check_dataset(evaluation, task.tokenizers, names, configs, evaluation=True)
+        lines.append(f"{len(evaluation)} problems to evaluate on")
     elif script.eval_dataset_file:
         lines.append(f"{script.eval_dataset_file}, to evaluate on: a data set of the Hub, not looked at")
     if args.push_to_hub:
         pushed = ", ".join(f"{name} to {repository}" for name, repository in zip(names, repositories, strict=True))
         lines.append(f"pushed to the Hub: {pushed}")
+    example = task.problems[0] if task.problems else {"problem": "What is 12 + 34?"}
+    lines.append(f"prompts: {task.form}")
+    for name, tokenizer, config in zip(names, task.tokenizers, configs, strict=True):
+        lines.append(show_prompt(name, tokenizer, task.form.for_agent(config.chat_template_kwargs), example))
     return "\n".join(lines)
 
 

@@ -31,6 +31,7 @@ from .objective import capability_aware_advantages
 from .offload import Residency
 from .page import RUN_FILE
 from .progress import RoundProgress
+from .prompts import PromptForm
 from .sharing import Publisher, check_sharing
 from .team import (
     check_dataset,
@@ -70,6 +71,11 @@ class HACPOTrainer(TeamLog, TeamFiles):
         quantization_configs: one for all or one per agent.
         peft_configs: one for all or one per agent, None for full training.
         agent_names: names in logs and folders; by default from the models' ids.
+
+    Attributes:
+        prompt_form: saved with every agent, with its own stop texts and template arguments; `hacpo evaluate` asks in
+            it. By default the prompts of the data set as they are; set it where a template made them of problems, so
+            that other problems can be put into it: `trainer.prompt_form = make_form("chat")`.
 
     Raises:
         ValueError: for what cannot work, before any weights are loaded.
@@ -148,6 +154,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self._checkpoint_dir: str | None = None
         self._eval_prefix = ""
         self._peer_evaluations: dict[str, dict[str, float]] = {}
+        self.prompt_form = PromptForm("plain" if isinstance(next(iter(train_dataset))["prompt"], str) else "chat")
         self.card_details: dict[str, Any] = {}  # what cards say beyond what is known, see `create_model_card`
         self.publisher = Publisher(args.output_dir, names, repositories, configs)
         if args.push_to_hub and args.process_index == 0:

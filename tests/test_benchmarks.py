@@ -19,6 +19,7 @@ from hacpo_trl.answers import evaluate_model, load_vllm, resolve_prompt_format, 
 from hacpo_trl.benchmarks import BENCHMARKS
 from hacpo_trl.evaluate import main, model_names
 from hacpo_trl.playground import make_problems, shipped_agent
+from hacpo_trl.prompts import make_form
 from hacpo_trl.rewards import MathVerifier
 from hacpo_trl.scores import (
     EvaluationResult,
@@ -390,8 +391,8 @@ def test_plain_prompts_end_before_the_next_problem(agent, additions):
 def test_arguments_of_the_template(agent, additions):
     tokenizer = AutoTokenizer.from_pretrained(shipped_agent("tiny-char"))
     tokenizer.chat_template = "{% if think %}+{% endif %}" + TEMPLATE
-    settings = resolve_settings(tokenizer, chat_template_kwargs={"think": True}, system_prompt="Hi", instruction="")
-    ids = answers._prompt_ids(tokenizer, additions[:1], settings)
+    form = make_form("chat", chat_template_kwargs={"think": True}, system_prompt="Hi", instruction="")
+    ids = answers.prompt_ids(tokenizer, additions[:1], form)
     assert tokenizer.decode(ids[0]) == f"+Hi\n{additions[0]['problem']}\n"
 
 

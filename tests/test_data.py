@@ -6,6 +6,7 @@ import pandas
 import pytest
 
 from hacpo_trl.data import extract_answer, is_local, load_problems, to_prompts
+from hacpo_trl.prompts import make_form
 
 
 @pytest.mark.parametrize(
@@ -162,11 +163,13 @@ def test_what_is_meant_to_be_a_file(source, local):
 
 def test_prompts():
     problems = [{"problem": "1 + 1?", "answer": "2"}]
-    chat = to_prompts(problems, chat=True, system_prompt="Be brief.", instruction="Box it.")[0]
+    chat = to_prompts(problems, make_form("chat", system_prompt="Be brief.", instruction="Box it."))[0]
     assert chat == {
         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?\n\nBox it."}],
         "answer": "2",
     }
-    plain = to_prompts(problems, chat=False, instruction="Box it.")[0]
+    plain = to_prompts(problems, make_form("plain", instruction="Box it."))[0]
     assert plain["prompt"] == "Problem: 1 + 1?\nBox it.\nSolution:"
-    assert to_prompts(problems, chat=True, instruction="")[0]["prompt"] == [{"role": "user", "content": "1 + 1?"}]
+    assert to_prompts(problems, make_form("chat", instruction=""))[0]["prompt"] == [
+        {"role": "user", "content": "1 + 1?"}
+    ]

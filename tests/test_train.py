@@ -43,7 +43,7 @@ def said(capsys, *options, dataset="ok.jsonl", models=MODELS):
 
 @pytest.fixture
 def nothing_loaded(monkeypatch):
-    for name in ("load_problems", "HACPOTrainer", "describe", "AutoTokenizer"):
+    for name in ("load_problems", "HACPOTrainer", "describe", "load_tokenizers"):
         monkeypatch.delattr(train, name)
 
 
