@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -27,11 +27,13 @@ from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
 from .offload import Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
-from .sampler import check_engine, connect, usable_logprobs
+from .sampler import check_engine, connect, plain_generation_config, usable_logprobs
 from .sharing import Publisher, find_base
 from .turns import Turns
 
 logger = logging.get_logger(__name__)
+
+_SEED_STRIDE = 1_000_003  # farther apart than processes, to whose seeds their number is added
 
 Shares = dict[tuple[int, str], float]
 
@@ -103,7 +105,7 @@ class HACPOAgent(GRPOTrainer):
             # Accelerate knows one DeepSpeed plugin a process; every agent has its own, see `activate`
             AcceleratorState._reset_state()
             args.deepspeed_plugin.set_deepspeed_weakref()
-        with loadable_reference(model, args):
+        with loadable_reference(model, args), _seed_of_its_own(args, agent_index):
             try:
                 super().__init__(model, reward_funcs, args, **kwargs)
             except ConnectionError as error:  # of its vLLM server
@@ -253,7 +255,10 @@ class HACPOAgent(GRPOTrainer):
         completion_ids, logprobs = [], None
         for start in range(0, len(prompt_ids), size):  # vLLM takes all at once
             part = prompt_ids[start : start + size]
-            ids, logprobs = super()._generate_single_turn(part, images, multimodal_fields, num_generations, **kwargs)
+            with plain_generation_config(self.accelerator.unwrap_model(self.model)):
+                ids, logprobs = super()._generate_single_turn(
+                    part, images, multimodal_fields, num_generations, **kwargs
+                )
             completion_ids += ids
         if logprobs is not None:
             logprobs, unusable = usable_logprobs(logprobs)
@@ -648,3 +653,21 @@ class HACPOAgent(GRPOTrainer):
             return gathered.sum(0) if kind == "sum" else gathered.amax(0)
 
         return self.statistics.drain(reduce)
+
+
+@contextlib.contextmanager
+def _seed_of_its_own(args: HACPOConfig, agent_index: int) -> Iterator[None]:
+    """Lets TRL initialise an agent's adapter by another seed than the other agents'.
+
+    The leader keeps the team's. Afterwards the process has the random state that it would have with the team's: all
+    agents draw from it one after the other, so that their samples differ.
+    """
+    seed = args.seed
+    args.seed = (seed + agent_index * _SEED_STRIDE) % 2**32
+    try:
+        yield
+    finally:
+        args.seed = seed
+    engine = args.use_vllm and args.vllm_mode == "colocate"  # has set a random state of its own
+    if agent_index > 0 and not engine:
+        set_seed(seed, device_specific=True)

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 
 from .prompts import INSTRUCTION, PromptForm, form_of_settings, make_form
 from .rewards import MathVerifier, math_reward
+from .sampler import plain_generation_config
 from .scores import EvaluationResult, group_answers
 
 PROMPT_FORMATS = ("auto", "chat", "plain")
@@ -157,18 +157,6 @@ def _end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-@contextmanager
-def _plain_generation_config(model: Any):
-    """Hides the model's sampling defaults: generate() fills in whatever the settings leave open (repetition penalties,
-    top_k, ...), and models that were trained together must not be decoded differently."""
-    kept = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = kept
-
-
 @torch.no_grad()
 def _generate(
     model: Any,
@@ -194,7 +182,7 @@ def _generate(
     model.eval()
     bar = tqdm(total=len(requests), desc=label, unit="answer", disable=not progress, dynamic_ncols=True)
     try:
-        with torch.random.fork_rng(devices=[model.device] if on_cuda else []), _plain_generation_config(model), bar:
+        with torch.random.fork_rng(devices=[model.device] if on_cuda else []), plain_generation_config(model), bar:
             for start in range(0, len(requests), batch_size):
                 # By batch, so that it does not matter which batches ran before
                 torch.manual_seed(settings["seed"] * 1_000_003 + start)

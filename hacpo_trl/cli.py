@@ -53,6 +53,9 @@ def add_serve(subparsers) -> None:
         "--gpus", nargs="+", help="one for each model, '0', or '0,1' to split it over them; by default 0, 1, ..."
     )
     parser.add_argument("--host", default="0.0.0.0", help="where the servers listen")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first server's sampling; the others get the numbers behind it"
+    )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds until all servers must answer")
     parser.add_argument("--log_dir", help="where the servers' logs go; by default a new temporary folder")
     parser.set_defaults(run=_serve)
@@ -87,6 +90,7 @@ def _serve(parsed: argparse.Namespace, extra: list[str]) -> int:
         ports=parsed.ports,
         gpus=parsed.gpus,
         host=parsed.host,
+        seed=parsed.seed,
         extra=extra,
         timeout=parsed.timeout,
         log_dir=parsed.log_dir,

@@ -43,6 +43,8 @@ from transformers import (
     StableLmConfig,
 )
 
+from .sampler import plain_generation_config
+
 __all__ = [
     "ANSWER_MARK",
     "SHIPPED",
@@ -557,7 +559,7 @@ def accuracy(
     was_training = model.training
     model.eval()
     try:
-        with _local_rng(seed, model.device):
+        with _local_rng(seed, model.device), plain_generation_config(model):
             for start in range(0, len(problems), batch_size):
                 batch = problems[start : start + batch_size]
                 inputs = tokenizer([problem["prompt"] for problem in batch], padding=True, return_tensors="pt")

@@ -1,14 +1,38 @@
-"""vLLM as an agent's sampler: requests to all servers are under way together, and what they answer is checked."""
+"""What an agent samples with. generate() by the run's settings alone; vLLM's servers, asked together and checked."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import is_peft_model
+from transformers import GenerationConfig
 
 if TYPE_CHECKING:
     from .agent import HACPOAgent
 
 _SERVERS_MINUS_INFINITY = -9999.0  # JSON has no infinity, and this is what vLLM's server writes instead
+
+
+@contextlib.contextmanager
+def plain_generation_config(model: Any) -> Iterator[None]:
+    """Hides a model's own sampling settings: generate() takes from them what its arguments leave open.
+
+    A minimal probability, a penalty or a forced length would change what is sampled, and nothing would say so. The end
+    tokens are among the arguments. Afterwards the model has its settings again, and is saved with them.
+
+    Args:
+        model: a model of transformers, or a PeftModel, which generates by the settings of its base.
+    """
+    base = model.get_base_model() if is_peft_model(model) else model
+    kept = base.generation_config
+    base.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = kept
 
 
 def connect(agent: "HACPOAgent") -> None:
@@ -70,6 +94,29 @@ def connect(agent: "HACPOAgent") -> None:
                 f"agent {agent.agent_name!r}: source_logps='sampler' needs the log-probabilities that are sampled by, "
                 f"but the server {client.base_url} runs with --logprobs-mode {mode}. Start it with --logprobs-mode "
                 "processed_logprobs (hacpo serve does), or use source_logps='trainer'."
+            )
+
+
+def warn_of_equal_samplers(agents: "Sequence[HACPOAgent]") -> None:
+    """Warns where the servers of two agents serve one model with one seed, which is vLLM's default.
+
+    As long as the agents' weights are equal they would answer equal prompts with equal responses.
+    """
+    seen: dict[tuple[str, int], HACPOAgent] = {}
+    for agent in agents:
+        if not (agent.use_vllm and agent.vllm_mode == "server" and agent.accelerator.is_main_process):
+            continue
+        client = agent.vllm_generation.vllm_client
+        config = client.get_server_info()["model_config"]
+        if "model" not in config or "seed" not in config:
+            continue
+        first = seen.setdefault((config["model"], config["seed"]), agent)
+        if first is not agent:
+            warnings.warn(
+                f"agents {first.agent_name!r} and {agent.agent_name!r}: their servers serve {config['model']!r} with "
+                f"the same seed, {config['seed']}, and would give both the same responses at first. Start them by "
+                "hacpo serve, or with a --seed of its own for each.",
+                stacklevel=4,
             )
 
 

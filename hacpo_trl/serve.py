@@ -68,8 +68,10 @@ class Server:
         )
 
 
-def vllm_command(model: str, host: str, port: int, tensor_parallel: int, extra: Sequence[str]) -> list[str]:
+def vllm_command(model: str, host: str, port: int, tensor_parallel: int, seed: int, extra: Sequence[str]) -> list[str]:
     """The command of one server: TRL's, which turns on what the trainer needs (weight transfer, log-probabilities).
+
+    Of the model's own generation configuration vLLM takes the end tokens alone then, and no limits or penalties.
 
     Raises:
         ServerError: without vLLM.
@@ -79,7 +81,7 @@ def vllm_command(model: str, host: str, port: int, tensor_parallel: int, extra: 
     command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--host", host, "--port", str(port)]
     if tensor_parallel > 1:
         command += ["--tensor_parallel_size", str(tensor_parallel)]
-    return [*command, *extra]
+    return [*command, "--seed", str(seed), "--generation-config", "vllm", *extra]
 
 
 @contextlib.contextmanager
@@ -89,10 +91,11 @@ def serve(
     ports: Sequence[int] | None = None,
     gpus: Sequence[str] | None = None,
     host: str = "0.0.0.0",
+    seed: int = 0,
     extra: Sequence[str] = (),
     timeout: float = 900.0,
     log_dir: str | os.PathLike | None = None,
-    command: Callable[[str, str, int, int, Sequence[str]], list[str]] = vllm_command,
+    command: Callable[..., list[str]] = vllm_command,
 ) -> Iterator[list[Server]]:
     """Starts servers, waits until all answer, and stops them at the end of the block, whatever ends it.
 
@@ -103,12 +106,14 @@ def serve(
         models: one per agent, as for `HACPOTrainer`.
         ports: one per model, by default 8000, 8001, ...
         gpus: one per model, "0" or "0,1" (then the model is split over them); by default GPU 0 for the first, 1 for
-            the second, ...
+            the second, ... Where CUDA_VISIBLE_DEVICES is set they are counted in it, as CUDA does.
         host: where the servers listen.
+        seed: of the first server's sampling; the others get the numbers behind it. With one seed for all, agents that
+            start from one model would give equal answers.
         extra: further arguments of every server, TRL's or vLLM's: "--max-model-len", "8192".
         timeout: seconds until all must answer.
         log_dir: where the servers' logs go, by default a new temporary folder.
-        command: builds the command of a server from (model, host, port, number of GPUs, extra).
+        command: builds the command of a server from (model, host, port, number of GPUs, seed, extra).
 
     Yields:
         The servers; their `url`s are what `vllm_server_urls` takes.
@@ -120,7 +125,8 @@ def serve(
     models = list(models)
     ports = [8000 + i for i in range(len(models))] if ports is None else [int(port) for port in ports]
     gpus = [str(i) for i in range(len(models))] if gpus is None else [str(gpu) for gpu in gpus]
-    _check(models, ports, gpus, host)
+    _check(models, ports, gpus, host, extra)
+    gpus = [_visible_gpus(gpu) for gpu in gpus]
     folder = Path(tempfile.mkdtemp(prefix="hacpo_serve_") if log_dir is None else log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     servers: list[Server] = []
@@ -130,8 +136,8 @@ def serve(
 
     atexit.register(stop)  # for a generator that nobody closes
     try:
-        for model, port, gpu in zip(models, ports, gpus, strict=True):
-            arguments = command(model, host, port, len(gpu.split(",")), list(extra))
+        for i, (model, port, gpu) in enumerate(zip(models, ports, gpus, strict=True)):
+            arguments = command(model, host, port, len(gpu.split(",")), seed + i, list(extra))
             servers.append(_start(model, arguments, f"http://{_reachable(host)}:{port}", gpu, folder / f"{port}.log"))
         _wait_until_ready(servers, timeout)
         yield servers
@@ -158,10 +164,11 @@ def run(
     ports: Sequence[int] | None,
     gpus: Sequence[str] | None,
     host: str,
+    seed: int,
     extra: Sequence[str],
     timeout: float,
     log_dir: str | None,
-    command: Callable[[str, str, int, int, Sequence[str]], list[str]] = vllm_command,
+    command: Callable[..., list[str]] = vllm_command,
 ) -> int:
     """The command `hacpo serve`: serves until a signal, or the end of a server, ends it. See `serve`.
 
@@ -177,9 +184,8 @@ def run(
     for number in _SIGNALS:
         signal.signal(number, end)
     try:
-        with serve(
-            models, ports=ports, gpus=gpus, host=host, extra=extra, timeout=timeout, log_dir=log_dir, command=command
-        ) as servers:
+        settings = {"ports": ports, "gpus": gpus, "host": host, "seed": seed, "extra": extra, "timeout": timeout}
+        with serve(models, **settings, log_dir=log_dir, command=command) as servers:
             print("All servers answer. For the trainer:", flush=True)
             urls = " ".join(server.url for server in servers)
             print(f"    --use_vllm --vllm_mode server --vllm_server_urls {urls}", flush=True)
@@ -190,12 +196,17 @@ def run(
     return 0
 
 
-def _check(models: list[str], ports: list[int], gpus: list[str], host: str) -> None:
+def _check(models: list[str], ports: list[int], gpus: list[str], host: str, extra: Sequence[str]) -> None:
     if not models:
         raise ValueError("no models to serve; give one for each agent: --models A B.")
     for name, values in (("ports", ports), ("gpus", gpus)):
         if len(values) != len(models):
             raise ValueError(f"{len(values)} {name} for {len(models)} models; give one for each model.")
+    if any(argument.split("=")[0] == "--seed" for argument in extra):
+        raise ValueError(
+            "--seed behind -- gives all servers one seed, and agents that start from one model would give equal "
+            "answers. Put it before --: the first server gets it, the others the numbers behind it."
+        )
     for port in ports:
         others = [model for model, other in zip(models, ports, strict=True) if other == port]
         if len(others) > 1:
@@ -207,6 +218,24 @@ def _check(models: list[str], ports: list[int], gpus: list[str], host: str) -> N
                 probe.bind((_reachable(host), port))
             except OSError as error:
                 raise ValueError(f"port {port} cannot be used: {error}. Is an older server still running?") from None
+
+
+def _visible_gpus(gpus: str) -> str:
+    """What CUDA_VISIBLE_DEVICES has to be for GPUs that are counted in those that are visible here."""
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not outer:
+        return gpus if outer is None else outer
+    visible = [name.strip() for name in outer.split(",")]
+    chosen = []
+    for gpu in gpus.split(","):
+        number = int(gpu) if gpu.strip().isdigit() else None
+        if number is None and gpu not in visible or number is not None and number >= len(visible):
+            raise ValueError(
+                f"GPU {gpu} is not visible here: CUDA_VISIBLE_DEVICES={outer} leaves {len(visible)}, counted "
+                f"from 0 to {len(visible) - 1}. Choose among these (--gpus), or unset the variable."
+            )
+        chosen.append(gpu if number is None else visible[number])
+    return ",".join(chosen)
 
 
 def _reachable(host: str) -> str:
@@ -264,7 +293,7 @@ def _stop(servers: list[Server], grace: float = 15.0) -> None:
 
 
 def _group_lives(server: Server) -> bool:
-    server.process.poll()  # takes leave of a process that has ended, which would count as living
+    server.process.poll()  # reaps a process that has ended, which would count as living
     return _signal_group(server, 0)
 
 

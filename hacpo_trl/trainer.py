@@ -32,6 +32,7 @@ from .offload import Residency
 from .page import RUN_FILE
 from .progress import RoundProgress
 from .prompts import PromptForm
+from .sampler import warn_of_equal_samplers
 from .sharing import Publisher, check_sharing
 from .team import (
     check_dataset,
@@ -207,6 +208,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
             if args.should_save:
                 with contextlib.suppress(OSError):  # it makes its folder long before there is something to put into it
                     os.rmdir(configs[i].output_dir)
+        warn_of_equal_samplers(self.agents)
         self.completions = CompletionTables(self) if args.log_completions else None
         if self.is_deepspeed_enabled:
             plugins = {agent.agent_name: agent.args.deepspeed_plugin for agent in self.agents}

@@ -17,16 +17,22 @@ class StandInServer:
         before: is called with every request, before it is answered.
         logprobs: changes the reported log-probabilities of a response: list -> list.
         requests, syncs: how many there were.
-        instance: another one stands for a server that was started anew.
+        instance: another one stands for a server that was restarted.
     """
 
     def __init__(self, folder, before=lambda: None, logprobs=lambda values: values, mode="processed_logprobs"):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.before, self.logprobs, self.mode = before, logprobs, mode
         self.requests = self.syncs = 0
-        self.generator = torch.Generator().manual_seed(0)
+        self.folder = str(folder)
+        self.seed(0)
         self.group_port = None
         self.instance = "first"
+
+    def seed(self, number):
+        """What `vllm serve --seed` does."""
+        self.number = number
+        self.generator = torch.Generator().manual_seed(number)
 
     @torch.no_grad()
     def sample(self, prompt, count, max_tokens, temperature):
@@ -65,7 +71,9 @@ class StandInClient:
         pass
 
     def get_server_info(self):
-        return {"instance_id": self.server.instance, "model_config": {"logprobs_mode": self.server.mode}}
+        server = self.server
+        model = {"logprobs_mode": server.mode, "model": server.folder, "seed": server.number}
+        return {"instance_id": server.instance, "model_config": model}
 
     def generate(self, prompts, features=None, *, n, max_tokens, temperature, **kwargs):
         self.server.requests += 1

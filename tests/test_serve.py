@@ -31,7 +31,7 @@ def free_ports(count):
 def stand_in(**options):
     """The command of a stand-in; options by model, such as {"b": ["--never"]}."""
 
-    def command(model, host, port, tensor_parallel, extra):
+    def command(model, host, port, tensor_parallel, seed, extra):
         name = Path(model).name
         return [sys.executable, str(TESTS / "server_stand_in.py"), model, str(port), *extra, *options.get(name, [])]
 
@@ -126,6 +126,8 @@ def test_what_ignores_the_polite_signal_is_ended_by_force(models, monkeypatch):
     [
         ({"ports": [8000]}, "1 ports for 2 models"),
         ({"gpus": ["0"]}, "1 gpus for 2 models"),
+        ({"extra": ["--seed", "1"]}, "--seed behind -- gives all servers one seed"),
+        ({"extra": ["--seed=1"]}, "--seed behind -- gives all servers one seed"),
         ({"ports": [8000, 8000]}, "port 8000 for a and b; every server needs a port of its own"),
     ],
 )
@@ -208,9 +210,51 @@ def test_the_command_fails_with_its_server(models, capsys, monkeypatch):
 def test_the_command_of_a_server(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ServerError, match=r"vLLM is not installed here: pip install 'hacpo_trl\[vllm\]'"):
-        vllm_command("m", "0.0.0.0", 8000, 1, [])
+        vllm_command("m", "0.0.0.0", 8000, 1, 0, [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    command = vllm_command("m", "0.0.0.0", 8000, 2, ["--max-model-len", "64"])
+    command = vllm_command("m", "0.0.0.0", 8000, 2, 5, ["--max-model-len", "64"])
     assert command[1:] == (
-        "-m trl.scripts.vllm_serve --model m --host 0.0.0.0 --port 8000 --tensor_parallel_size 2 --max-model-len 64"
+        "-m trl.scripts.vllm_serve --model m --host 0.0.0.0 --port 8000 --tensor_parallel_size 2 --seed 5 "
+        "--generation-config vllm --max-model-len 64"
     ).split(" ")
+
+
+def test_every_server_gets_a_seed_of_its_own(models):
+    seeds = []
+
+    def command(model, host, port, tensor_parallel, seed, extra):
+        seeds.append(seed)
+        return stand_in()(model, host, port, tensor_parallel, seed, extra)
+
+    with serve(models, ports=free_ports(2), host="127.0.0.1", seed=40, command=command):
+        pass
+    assert seeds == [40, 41]
+
+
+@pytest.mark.parametrize(
+    ("outer", "gpus", "expected"),
+    [
+        (None, ["6", "7"], ["6", "7"]),
+        ("4,5,6", ["0", "1,2"], ["4", "5,6"]),
+        ("GPU-aa, GPU-bb", ["1", "GPU-aa"], ["GPU-bb", "GPU-aa"]),
+        ("", ["0", "1"], ["", ""]),  # no GPU at all
+    ],
+)
+def test_gpus_are_counted_in_those_that_are_visible(models, monkeypatch, outer, gpus, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if outer is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outer)
+    seen = []
+    with serve(models, ports=free_ports(2), gpus=gpus, host="127.0.0.1", command=stand_in()) as servers:
+        for server in servers:
+            with urllib.request.urlopen(f"{server.url}/health") as response:
+                seen.append(json.load(response)["gpus"])
+    assert seen == expected
+
+
+def test_gpus_that_are_not_visible_are_refused(models, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    message = "GPU 6 is not visible here: CUDA_VISIBLE_DEVICES=4,5 leaves 2, counted from 0 to 1"
+    with pytest.raises(ValueError, match=message):
+        with serve(models, ports=free_ports(2), gpus=["6", "0"], host="127.0.0.1", command=stand_in()):
+            pytest.fail("it started")

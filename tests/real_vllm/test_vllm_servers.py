@@ -38,7 +38,7 @@ class Servers:
     def start(self, *indices):
         """Starts some together; each can be stopped alone."""
         started = [
-            serve([shipped_agent(NAMES[i])], ports=[self.ports[i]], host="127.0.0.1", extra=SERVER_ARGUMENTS)
+            serve([shipped_agent(NAMES[i])], ports=[self.ports[i]], host="127.0.0.1", seed=i, extra=SERVER_ARGUMENTS)
             for i in indices
         ]
         for i, server in zip(indices, started, strict=True):
