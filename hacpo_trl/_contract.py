@@ -26,6 +26,7 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "training_step": ("model", "inputs", "num_items_in_batch"),
     },
     "transformers.Trainer": {
+        "_build_accelerator_args": (),
         "_clip_grad_norm": ("model",),
         "_finish_current_push": (),
         "_get_grad_norm": ("model", "grad_norm"),

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, set_seed
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
@@ -25,7 +26,7 @@ from .config import HACPOConfig
 from .loading import fix_absolute_positions, loadable_reference
 from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
-from .offload import Residency
+from .offload import GradientBuckets, Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
 from .sampler import check_engine, connect, plain_generation_config, usable_logprobs
 from .sharing import Publisher, find_base
@@ -92,6 +93,7 @@ class HACPOAgent(GRPOTrainer):
         self.residency = residency
         self.turns = turns or Turns()
         self.publisher = publisher
+        self.buckets: GradientBuckets | None = None  # with DDP
         self.base = find_base(model, args)  # what it started from, for its card and repository
         self._plan: list[list[Row]] = []
         self._silent: list[Counter[int]] = []
@@ -435,6 +437,8 @@ class HACPOAgent(GRPOTrainer):
         step = self._step % self.steps_per_round
         self._count_silent(step)
         if self._plan[step]:
+            if self.buckets is not None:
+                self.buckets.attach()
             loss = super().training_step(model, inputs, num_items_in_batch)
         else:  # every response of this micro-batch is silent, on all processes
             self._step += 1
@@ -543,7 +547,18 @@ class HACPOAgent(GRPOTrainer):
         self.activate()
         if self.use_vllm:
             self._last_loaded_step = -1  # a checkpoint may have the step, but not the weights, of the last sync
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self.buckets = None
+        model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if isinstance(model, DistributedDataParallel) and not model.static_graph:
+            self.buckets = GradientBuckets(model)
+        return model, train_dataloader
+
+    def _build_accelerator_args(self, **kwargs):
+        built = super()._build_accelerator_args(**kwargs)
+        for handler in built["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.gradient_as_bucket_view = True
+        return built
 
     def _save_optimizer_and_scheduler(self, output_dir):
         self.activate()

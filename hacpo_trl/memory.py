@@ -4,26 +4,30 @@ Bytes for every trained parameter, on N GPUs, with AdamW:
 
 | | weights | gradients | optimizer | reference (beta > 0) |
 |---|---|---|---|---|
-| one process or DDP | 4 | 4, DDP's buckets + 4 | 8 | 4 |
+| one process or DDP | 4 | 4 | 8 | 4 |
 | ZeRO-2 | 2 | 2 / N | 12 / N | 2 |
 | ZeRO-3 | 2 / N | 2 / N | 12 / N | 2 / N |
 
-Without DeepSpeed TRL loads float32 weights and computes under bfloat16 autocast; Adam holds two float32 moments.
+Without DeepSpeed TRL loads float32 weights and computes under bfloat16 autocast; Adam holds two float32 moments. With
+`dtype=bfloat16` (`weight_bytes=2`) all of these are halved. DDP's buckets hold the gradients, and stay while sampling;
+without gradient checkpointing gradients lie beside them, 4 more.
 DeepSpeed holds bfloat16 weights and gradients, and a float32 master copy with two moments; buckets are assumed to be
 small, as in examples/configs. Under ZeRO-2 TRL replicates the reference. With LoRA the frozen base costs 2
-(`dtype=bfloat16`; TRL's default float32 would cost 4), serves as the reference, and is held once for equal models.
+(`dtype=bfloat16`, or DeepSpeed) or 4 (TRL's default), serves as the reference, and is held once for equal models.
 
 On top comes the largest of these, for one agent at a time, because agents sample and learn in turn:
 
 * a micro-batch: the kept activations, and the largest of one layer, the LM head, and 2 bytes a parameter that autocast
-  casts (full training without DeepSpeed). ZeRO-3 gathers up to 10^9 parameters (`stage3_max_live_parameters`);
+  casts (full training without DeepSpeed). The gradient of a tied LM head is kept, too: it waits for that of the
+  embedding. ZeRO-3 gathers up to 10^9 parameters (`stage3_max_live_parameters`);
 * DeepSpeed's step: a float32 copy of the gradients' partition, under ZeRO-3 for 10^9 parameters (`sub_group_size`);
 * sampling by transformers' generate: the KV cache at full length, and 14 bytes a row and word for logits and
-  probabilities. ZeRO-3 gathers all weights. Gradients are free, but for DDP's buckets and ZeRO-3's partitions.
+  probabilities. ZeRO-3 gathers all weights. Gradients are free, but for DDP's buckets and ZeRO-3's partitions;
+* sending weights to a vLLM server (rank 0): two packed buffers, each of 1 GiB and at most one weight more.
 
 `offload_optimizer` puts the optimizer's states, under ZeRO-3 also the gradients' partitions, into the CPU's memory.
 `offload_inactive` leaves on the GPU only the agent at work: the largest need of one agent counts, not the sum.
-Left out: CUDA context, communication buffers and fragmentation (leave 10 %), vLLM beside the training, reward models.
+Left out: CUDA context, NCCL's buffers and fragmentation (leave 10 %), vLLM beside the training, reward models.
 """
 
 from collections.abc import Sequence
@@ -50,21 +54,48 @@ class AgentShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    tied: bool = True
+    adapter_parameters: int | None = None  # as counted with PEFT; None estimates those of `LORA_TARGETS`
 
     @classmethod
-    def from_config(cls, config: Any, name: str | None = None) -> "AgentShape":
-        """From a causal model's transformers configuration; the parameters are counted on the meta device, exactly."""
-        import torch
-        from transformers import AutoModelForCausalLM
+    def from_config(cls, config: Any, name: str | None = None, adapter: Any = None) -> "AgentShape":
+        """From a model's transformers configuration; the parameters are counted on the meta device, exactly.
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        Args:
+            config: of a language model, or of one that has a language model in it.
+            name: what tells the model from others; agents of equal shapes share the base of their adapters.
+            adapter: the `LoraConfig` of an agent with an adapter; its parameters are counted, too.
+
+        Raises:
+            ValueError: for a model without attention, whose activations and cache are not known here.
+        """
+        model = _build(config)
+        parameters = sum(p.numel() for p in model.parameters())
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = head is not None and head.weight is embedding.weight
+        text = config.get_text_config()
+        heads, hidden, layers = (
+            _first(text, key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+        )
+        if not (heads and hidden and layers):
+            raise ValueError(f"a model of the type {config.model_type!r} has no attention in all layers")
+        inner = _first(text, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size") or 4 * hidden
+        kv_heads = (
+            1 if getattr(text, "multi_query", False) else _first(text, "num_key_value_heads", "num_kv_heads") or heads
+        )
+        head_dim = _first(text, "head_dim") or hidden // heads
         name = name or getattr(config, "_name_or_path", None) or "agent"
-        parameters, heads = sum(p.numel() for p in model.parameters()), config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.num_hidden_layers)
-        return cls(name, parameters, *sizes, heads, kv_heads, head_dim)
+        sizes = (embedding.weight.shape[0], hidden, inner, layers, heads, kv_heads, head_dim)
+        trained = None
+        if adapter is not None:
+            import copy
+
+            from peft import get_peft_model
+
+            trained = sum(
+                p.numel() for p in get_peft_model(model, copy.deepcopy(adapter)).parameters() if p.requires_grad
+            )
+        return cls(name, parameters, *sizes, tied, trained)
 
     @property
     def _widths(self) -> tuple[int, int, int, int]:
@@ -102,6 +133,28 @@ class AgentShape:
         return 2 * words * (min(tokens, 4096) + self.hidden_size) + gradients + 4 * tokens * self.hidden_size
 
 
+def _build(config: Any):
+    """A model without memory, of the class that TRL would load."""
+    import torch
+    import transformers
+
+    own = [getattr(transformers, name, None) for name in config.architectures or ()]
+    auto = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    with torch.device("meta"):
+        for cls in own:
+            if cls is not None:
+                return cls._from_config(config)
+        for cls in auto:
+            if type(config) in cls._model_mapping:
+                return cls.from_config(config)
+    raise ValueError(f"transformers has no language model of the type {config.model_type!r}")
+
+
+def _first(config: Any, *names: str) -> int | None:
+    """The first of some settings that has a value."""
+    return next((value for value in (getattr(config, name, None) for name in names) if value), None)
+
+
 _SHAPES = (
     AgentShape("Qwen3-1.7B", 1_720_574_976, 151_936, 2048, 6144, 28, 16, 8, 128),
     AgentShape("Qwen3-4B", 4_022_468_096, 151_936, 2560, 9728, 36, 32, 8, 128),
@@ -127,6 +180,7 @@ class AgentMemory:
     kv_cache: float
     gathered: float  # while sampling: ZeRO-3's weights, or autocast's casts
     learning: float  # peak on top of weights, optimizer, reference and gradients
+    sending: float  # buffers for a vLLM server
 
 
 @dataclass
@@ -145,7 +199,9 @@ class TeamMemory:
     @property
     def total(self) -> float:
         """The peak."""
-        return max(max(learn + a.learning, idle + a.kv_cache + a.gathered) for a, learn, idle in self._bases())
+        return max(
+            max(learn + a.learning, idle + max(a.kv_cache, a.sending) + a.gathered) for a, learn, idle in self._bases()
+        )
 
     def rows_to_sample(self, limit: float) -> int:
         """Rows of full length that transformers' generate can sample at once within `limit` bytes."""
@@ -166,6 +222,7 @@ def estimate(
     length: int = 5120,
     sample_rows: int = 0,
     checkpointing: bool = True,
+    weight_bytes: int = 4,
 ) -> TeamMemory:
     """Estimates the memory on every GPU; the module's docstring has the formulas.
 
@@ -183,6 +240,8 @@ def estimate(
         sample_rows: responses that transformers' generate samples at once on a GPU
             (`per_device_train_batch_size * steps_per_generation`); 0 for a vLLM server.
         checkpointing: `gradient_checkpointing`.
+        weight_bytes: of a weight as it is loaded: 4 by TRL's default, 2 with `dtype=bfloat16`. Adapters have 4;
+            DeepSpeed has its own.
 
     Raises:
         ValueError: for another ZeRO stage, or an optimizer that is offloaded without DeepSpeed.
@@ -190,29 +249,38 @@ def estimate(
     if zero_stage not in (0, 2, 3) or (offload_optimizer and not zero_stage):
         raise ValueError(f"zero_stage={zero_stage} is not 0, 2 or 3, or is 0 with offload_optimizer=True.")
     full, plain, ddp = lora_rank is None, zero_stage == 0, zero_stage == 0 and num_gpus > 1
-    flow = "bfloat16" if zero_stage else "float32" if full else "lora"
-    width, share = (4, 1.0) if plain else (2, 1 / num_gpus)
+    autocast = plain and weight_bytes == 4
+    flow = "lora" if plain and not full else "float32" if autocast else "bfloat16"
+    width, share = (weight_bytes if full else 4, 1.0) if plain else (2, 1 / num_gpus)
+    base_width = weight_bytes if plain else 2
     weight_share = share if zero_stage == 3 else 1.0
     sharded = zero_stage == 3 and num_gpus > 1
     result, bases = [], set()
     for shape in agents:
         total = shape.parameters
-        trained = total if full else shape.lora_parameters(lora_rank, lora_targets)
-        weights = (width * trained + (0 if full or shape in bases else 2 * total)) * weight_share
+        trained = total if full else shape.adapter_parameters or shape.lora_parameters(lora_rank, lora_targets)
+        weights = (width * trained + (0 if full or shape in bases else base_width * total)) * weight_share
         bases.add(shape)
-        optimizer = 0 if offload_optimizer else (8 if plain else 12) * trained * share
+        optimizer = 0 if offload_optimizer else (2 * width if plain else 12) * trained * share
         frozen = width * total * weight_share if reference and full else 0
-        gradients = 0 if zero_stage == 3 and offload_optimizer else (8 if ddp else width) * trained * share
-        idle = 4 * trained if ddp else gradients if zero_stage == 3 else 0
+        gradients = (
+            0
+            if zero_stage == 3 and offload_optimizer
+            else (1 if checkpointing or not ddp else 2) * width * trained * share
+        )
+        idle = width * trained if ddp else gradients if zero_stage == 3 else 0
         kept, layer = shape.activation_bytes(micro_batch, length, flow, checkpointing)
         head = shape.head_bytes(micro_batch * length, flow, full)
         row = length * shape.kv_bytes(flow) + 14 * shape.vocab_size
-        cast = 2 * total if plain and full else 0
+        cast = 2 * total if autocast and full else 0
+        table = shape.vocab_size * shape.hidden_size
+        tied = width * table if full and shape.tied else 0
+        sending = 0 if sample_rows else min(base_width * total, 2 * (GIB + base_width * table))
         live, gathered = (2 * min(total, 10**9), 2 * total) if sharded else (0, cast)
         step = 0 if plain or offload_optimizer else 4 * share * min(trained, 10**9 if zero_stage == 3 else trained)
-        learning = max(kept + max(layer, head, cast) + live, step)
+        learning = max(kept + max(layer + tied, head, cast) + live, step)
         held, work = (weights, optimizer, frozen, gradients, idle), (kept + layer, head, row, sample_rows * row)
-        result.append(AgentMemory(shape.name, *held, *work, gathered, learning))
+        result.append(AgentMemory(shape.name, *held, *work, gathered, learning, sending))
     return TeamMemory(result, offload_inactive)
 
 
@@ -221,7 +289,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"zero_stage": 2},
     "ZeRO-3": {"zero_stage": 3},
     "ZeRO-3, optimizer offload": {"zero_stage": 3, "offload_optimizer": True},
-    "LoRA, DDP": {"lora_rank": 16},
+    "LoRA, DDP": {"lora_rank": 16, "weight_bytes": 2},
 }
 
 

@@ -330,8 +330,6 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     Raises:
         ValueError: for settings that cannot work.
     """
-    from .memory import GIB, AgentShape, estimate
-
     task = _task(script, args, of_hub=False)
     names, configs, count = task.names, task.configs, len(task.names)
     adapters = [get_peft_config(model_args)] * count
@@ -361,24 +359,7 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     forwards = args.num_iterations * args.generation_batch_size * (count if args.shares_rollouts else 1)
     lines.append(f"  responses that pass forward and backward, at most: {forwards} of each agent")
 
-    shapes = [
-        AgentShape.from_config(AutoConfig.from_pretrained(model), name=n)
-        for model, n in zip(script.models, names, strict=True)
-    ]
-    stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin is not None else 0
-    team = estimate(
-        shapes,
-        processes,
-        zero_stage=stage,
-        lora_rank=model_args.lora_r if model_args.use_peft else None,
-        offload_inactive=args.offload_inactive_agents,
-        reference=args.beta != 0,
-        micro_batch=args.per_device_train_batch_size,
-        length=args.max_completion_length + 1024,
-        sample_rows=0 if args.use_vllm else min(args.rows_per_round, args.sampling_batch_size or args.rows_per_round),
-        checkpointing=bool(args.gradient_checkpointing),
-    )
-    lines.append(f"memory on each GPU, estimated for prompts of 1024 tokens: {team.total / GIB:.1f} GiB")
+    lines.append(f"memory on each GPU, estimated for prompts of 1024 tokens: {_memory(script, args, model_args)}")
     if task.problems is not None:
         problems = len(task.problems)
         check_dataset(to_prompts(task.problems, task.form), task.tokenizers, names, configs)
@@ -404,7 +385,33 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     return "\n".join(lines)
 
 
-def _checked(problems: list[dict[str, str]], configs: Sequence[HACPOConfig], *, evaluation: bool = False) -> list:
-    """The problems, if the trainer would take them; as plain text, since that needs no tokenizer."""
-    check_dataset(to_prompts(problems, chat=False), [], [], configs, evaluation=evaluation)
-    return problems
+def _memory(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig) -> str:
+    """GiB that the team needs, or why there is no estimate: a plan does not fail for it."""
+    from .memory import GIB, AgentShape, estimate
+
+    plugin, adapter = args.deepspeed_plugin, get_peft_config(model_args)
+    try:
+        team = estimate(
+            [
+                AgentShape.from_config(
+                    AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code), model, adapter
+                )
+                for model in script.models
+            ],
+            args.world_size,
+            zero_stage=0 if plugin is None else plugin.zero_stage,
+            lora_rank=None if adapter is None else model_args.lora_r,
+            offload_inactive=args.offload_inactive_agents,
+            offload_optimizer=plugin is not None and plugin.offload_optimizer_device not in (None, "none"),
+            reference=args.beta != 0,
+            micro_batch=args.per_device_train_batch_size,
+            length=args.max_completion_length + 1024,
+            sample_rows=0
+            if args.use_vllm
+            else min(args.rows_per_round, args.sampling_batch_size or args.rows_per_round),
+            checkpointing=bool(args.gradient_checkpointing),
+            weight_bytes=2 if "16" in str((args.model_init_kwargs or {}).get("dtype")) else 4,
+        )
+    except Exception as error:  # of any model's code
+        return f"no estimate ({next(iter(str(error).splitlines()), type(error).__name__):.200})"
+    return f"{team.total / GIB:.1f} GiB"

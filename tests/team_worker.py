@@ -31,6 +31,7 @@ from trl.generation import vllm_generation
 
 import hacpo_trl.agent
 from hacpo_trl import HACPOTrainer
+from hacpo_trl.offload import resident_bytes
 from hacpo_trl.progress import RoundProgress
 
 _randperm = torch.randperm
@@ -105,6 +106,23 @@ def kill_points(trainer):
         peer._save_optimizer_and_scheduler = dying_save
 
 
+def watch_memory(trainer):
+    """Largest bytes of states on the device, as seen when an agent's gradients are full; and of its gradients then."""
+    seen = {"peak": 0, "gradients": []}
+    for agent in trainer.agents:
+        clip = agent._clip_grad_norm
+
+        def watched(model, agent=agent, clip=clip):
+            seen["peak"] = max(seen["peak"], resident_bytes(trainer.agents))
+            storages = {p.grad.untyped_storage().data_ptr() for p in agent.model.parameters() if p.grad is not None}
+            buckets = {storage.data_ptr() for storage, _ in agent.buckets.sizes} if agent.buckets else set()
+            seen["gradients"].append(storages == buckets)
+            return clip(model)
+
+        agent._clip_grad_norm = watched
+    return seen
+
+
 def main():
     adapters = None
     if SETTINGS.get("lora"):
@@ -122,10 +140,12 @@ def main():
     )
     trainer.remove_callback(RoundProgress)
     kill_points(trainer)
+    memory = watch_memory(trainer)
     trainer.train(resume_from_checkpoint=SETTINGS.get("resume"))
     trainer.save_model(os.path.join(SETTINGS["output_dir"], "final"))
     if trainer.accelerator.is_main_process:
         report = {"history": trainer.state.log_history, "capability": trainer.capability.state_dict()}
+        report["memory"] = memory
         first = {id(p) for p in trainer.agents[0].model.parameters()}
         report["shared_parameters"] = sum(id(p) in first for p in trainer.agents[1].model.parameters())
         report["engines"] = [

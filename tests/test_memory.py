@@ -3,8 +3,11 @@
 import importlib.util
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import yaml
@@ -12,13 +15,22 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DeepSpeedPlugin
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LlamaConfig,
+    Qwen3Config,
+)
 from trl import ModelConfig, TrlParser
 from trl.trainer.utils import add_fused_lm_head
 
-from hacpo_trl import HACPOConfig
+from hacpo_trl import HACPOConfig, memory
 from hacpo_trl.memory import GIB, PAPER_MODELS, PAPER_PAIRS, SETUPS, AgentShape, estimate, table
+from hacpo_trl.playground import shipped_agent
 from hacpo_trl.team import resolve_names
+from hacpo_trl.train import _memory, main
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CONFIGS = EXAMPLES / "configs"
@@ -56,11 +68,11 @@ def test_bytes_are_those_of_torch():
     model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
     shape = AgentShape.from_config(model.config)
-    memory = estimate([shape], 1).agents[0]
-    assert memory.weights == sum(p.nbytes for p in model.parameters())
-    assert memory.gradients == sum(p.grad.nbytes for p in model.parameters())
+    agent = estimate([shape], 1).agents[0]
+    assert agent.weights == sum(p.nbytes for p in model.parameters())
+    assert agent.gradients == sum(p.grad.nbytes for p in model.parameters())
     moments = [t for s in optimizer.state.values() for key, t in s.items() if key != "step"]
-    assert memory.optimizer == sum(t.nbytes for t in moments)
+    assert agent.optimizer == sum(t.nbytes for t in moments)
     for autocast, flow in ((True, "float32"), (False, "bfloat16")):
         model = model.float() if autocast else model.bfloat16()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -69,7 +81,6 @@ def test_bytes_are_those_of_torch():
 
 
 def test_lora_parameters_are_those_of_peft():
-    peft = pytest.importorskip("peft")
     shape = AgentShape("small", 0, 100, 64, 96, 2, 4, 2, 16)
     model = AutoModelForCausalLM.from_config(config(shape))
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
@@ -110,15 +121,18 @@ def test_partition_by_hand():
         a = estimate([TINY], 4, **kwargs).agents[0]
         return a.weights, a.gradients, a.optimizer, a.reference
 
-    assert parts() == (4000, 8000, 8000, 4000)  # gradients twice: DDP's buckets
+    assert parts() == (4000, 4000, 8000, 4000)  # gradients lie in DDP's buckets
+    assert parts(checkpointing=False) == (4000, 8000, 8000, 4000)  # and beside them
+    assert parts(weight_bytes=2) == (2000, 2000, 4000, 2000)
     assert parts(zero_stage=2) == (2000, 500, 3000, 2000)
     assert parts(zero_stage=3) == (500, 500, 3000, 500)
     assert parts(zero_stage=3, reference=False) == (500, 500, 3000, 0)
     assert parts(zero_stage=3, offload_optimizer=True) == (500, 0, 0, 500)
     assert parts(zero_stage=2, offload_optimizer=True) == (2000, 500, 0, 2000)
-    # rank 1: q 16, k 12, v 12, o 16, gate 24, up 24, down 24 = 128; the base in bfloat16, no reference
+    # rank 1: q 16, k 12, v 12, o 16, gate 24, up 24, down 24 = 128; no reference
     assert TINY.lora_parameters(1) == 128
-    assert parts(lora_rank=1) == (2000 + 512, 1024, 1024, 0)
+    assert parts(lora_rank=1) == (4000 + 512, 512, 1024, 0)  # TRL loads the base in float32
+    assert parts(lora_rank=1, weight_bytes=2) == (2000 + 512, 512, 1024, 0)
     assert parts(lora_rank=1, zero_stage=3) == ((2000 + 256) / 4, 64, 384, 0)
 
 
@@ -144,8 +158,126 @@ def test_totals_by_hand():
 
 
 def test_agents_of_one_model_share_the_frozen_base():
-    one, two = estimate([TINY, TINY], 1, lora_rank=1).agents
+    one, two = estimate([TINY, TINY], 1, lora_rank=1, weight_bytes=2).agents
     assert one.weights == 2512 and two.weights == 512
+
+
+def test_a_tied_head_and_the_buffers_of_a_server():
+    sizes = {"micro_batch": 100, "length": 10}
+    tied, untied = (estimate([replace(TINY, tied=t)], 1, **sizes).agents[0] for t in (True, False))
+    layer = 1000 * (26 * 8 + 12 * 16 + 14 * 8 + 6 * 4)  # of 1000 tokens, more than the head needs
+    assert untied.learning == 1000 * 8 * 4 + 3 * 100 * 10**2 + layer
+    assert tied.learning == untied.learning + 4 * 50 * 8  # the head's gradient waits for the embedding's
+    # 4000 bytes of weights are less than a buffer; Qwen3-4B fills two, each of 1 GiB and the embeddings in float32
+    assert estimate([TINY], 1).agents[0].sending == 4000
+    large = PAPER_MODELS["Qwen3-4B"]
+    assert estimate([large], 1).agents[0].sending == 2 * (GIB + 4 * 151_936 * 2560)
+    assert estimate([large], 1, sample_rows=1).agents[0].sending == 0
+
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+}
+OLD = {"vocab_size": 100, "n_layer": 2, "n_head": 4}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+# type -> settings, and what is read of them: vocabulary, hidden, intermediate, layers, heads, kv heads, head width
+FAMILIES = {
+    "gemma3_text": (LLAMA, (100, 64, 96, 2, 4, 2, 16)),
+    "gemma3": ({"text_config": LLAMA, "vision_config": VISION}, (100, 64, 96, 2, 4, 2, 16)),
+    "llama4": ({"text_config": {**LLAMA, "num_local_experts": 2}}, (100, 64, 96, 2, 4, 2, 16)),
+    "mistral3": (
+        {"text_config": {"model_type": "mistral", **LLAMA}, "vision_config": {"model_type": "pixtral", **VISION}},
+        (100, 64, 96, 2, 4, 2, 16),
+    ),
+    "gpt2": ({**OLD, "n_embd": 64}, (100, 64, 256, 2, 4, 4, 16)),
+    "gptj": ({**OLD, "n_embd": 64, "rotary_dim": 8}, (100, 64, 256, 2, 4, 4, 16)),
+    "bloom": ({**OLD, "hidden_size": 64}, (100, 64, 256, 2, 4, 4, 16)),
+    "opt": (
+        {
+            "vocab_size": 100,
+            "hidden_size": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "word_embed_proj_dim": 64,
+        },
+        (100, 64, 96, 2, 4, 4, 16),
+    ),
+    "falcon": (
+        {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        (100, 64, 256, 2, 4, 1, 16),
+    ),
+    "mpt": ({"vocab_size": 100, "d_model": 64, "n_layers": 2, "n_heads": 4}, (100, 64, 256, 2, 4, 4, 16)),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_with_other_names(kind):
+    settings, sizes = FAMILIES[kind]
+    config = AutoConfig.for_model(kind, **settings)
+    shape = AgentShape.from_config(config)
+    read = (shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_layers)
+    assert (*read, shape.num_heads, shape.num_kv_heads, shape.head_dim) == sizes
+    cls = AutoModelForImageTextToText if kind == "mistral3" else AutoModelForCausalLM
+    model = cls.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.tied == (model.lm_head.weight is model.get_input_embeddings().weight)
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear")
+    trained = AgentShape.from_config(config, adapter=adapter).adapter_parameters
+    assert trained == sum(p.numel() for p in peft.get_peft_model(model, adapter).parameters() if p.requires_grad) > 0
+    assert estimate([shape], 1).total > 0
+
+
+def test_no_estimate_is_no_failure(tmp_path, capsys):
+    with pytest.raises(ValueError, match="'mamba' has no attention"):
+        AgentShape.from_config(AutoConfig.for_model("mamba", hidden_size=64, num_hidden_layers=2, vocab_size=100))
+    problems = tmp_path / "train.jsonl"
+    problems.write_text("\n".join('{"problem": "1 + 1", "answer": "2"}' for _ in range(8)))
+    run = [
+        "--dataset",
+        str(problems),
+        "--dry_run",
+        "--use_cpu",
+        "--bf16",
+        "false",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
+    run += ["--per_device_train_batch_size", "8", "--num_generations", "8"]
+    tokenizer = AutoTokenizer.from_pretrained(shipped_agent("tiny-char"))
+    for kind, expected in (("mamba", "no estimate (a model of the type 'mamba'"), ("gpt2", "GiB")):
+        folder = tmp_path / kind
+        tokenizer.save_pretrained(folder)
+        AutoConfig.for_model(kind, **FAMILIES.get(kind, ({"hidden_size": 64, "vocab_size": 100},))[0]).save_pretrained(
+            folder
+        )
+        assert main(["--models", str(folder), *run]) == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_the_plan_knows_precision_adapter_and_offload(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(memory, "estimate", lambda shapes, gpus, **kwargs: seen.append((shapes, kwargs)) or 1 / 0)
+    folder = tmp_path / "model"
+    AutoConfig.for_model("qwen3", **LLAMA).save_pretrained(folder)
+    config = HACPOConfig(str(tmp_path), use_cpu=True, bf16=False, model_init_kwargs={"dtype": "bfloat16"})
+    config.deepspeed_plugin = SimpleNamespace(zero_stage=3, offload_optimizer_device="cpu")
+    script = SimpleNamespace(models=[str(folder)] * 2)
+    told = _memory(script, config, ModelConfig(use_peft=True, lora_r=2, lora_target_modules=["q_proj", "v_proj"]))
+    assert told == "no estimate (division by zero)"
+    ((shapes, kwargs),) = seen
+    assert shapes[0] == shapes[1]  # one base
+    assert shapes[0].adapter_parameters == 2 * 2 * (64 + 64 + 64 + 32)
+    assert kwargs["offload_optimizer"] is True and kwargs["weight_bytes"] == 2 and kwargs["lora_rank"] == 2
+    config.deepspeed_plugin, config.model_init_kwargs = None, {}
+    _memory(script, config, ModelConfig())
+    assert seen[1][1]["offload_optimizer"] is False and seen[1][1]["weight_bytes"] == 4
 
 
 def test_refuses_what_does_not_exist():

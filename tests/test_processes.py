@@ -115,6 +115,17 @@ def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
         pandas.testing.assert_frame_equal(ours, theirs, check_exact=False, atol=1e-5)
 
 
+def test_sleeping_agents_under_ddp(agent_folders, tmp_path, single):
+    """Gradients lie in DDP's buckets and nowhere else, and those of an agent that sleeps are not on the device."""
+    settings = {"offload_inactive_agents": True, "gradient_checkpointing": True}
+    weights, report = run(tmp_path, agent_folders, 2, config=settings)
+    assert_same(single["full"][0], weights, atol=2e-5)
+    assert all(report["memory"]["gradients"]) and len(report["memory"]["gradients"]) == 2 * 6
+    largest = max(sum(w.nbytes for w in agent.values()) for agent in weights)
+    # weights, gradients, two moments and the reference: five times the weights, those of the tied head counted twice
+    assert report["memory"]["peak"] <= 5 * largest
+
+
 def test_groups_may_straddle_processes(agent_folders, tmp_path):
     """One prompt with 16 responses, 8 of them on each process. Many are too long for one of the learners."""
     overrides = {**OVERRIDES, "bpe": {**OVERRIDES["bpe"], "max_completion_length": 6}}
