@@ -36,7 +36,8 @@ SHARED_ONLY = (
     "source_logps",
 )
 
-# What all agents of a team have in common: the prompts, the groups and the clock of the run.
+# What all agents of a team have in common: the prompts, the groups and the clock of the run, and the process's state,
+# of which accelerate has one.
 _TEAM_FIELDS = frozenset(
     """output_dir agent_overrides method num_generations num_generations_eval generation_batch_size
     steps_per_generation num_iterations max_steps max_rounds num_train_epochs seed data_seed full_determinism
@@ -44,7 +45,9 @@ _TEAM_FIELDS = frozenset(
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
     reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds baseline
     advantage_epsilon peer_advantages capability_coefficient report_to shuffle_dataset remove_unused_columns
-    log_completions offload_inactive_agents push_to_hub save_only_model eval_delay run_name vllm_server_urls""".split()
+    log_completions offload_inactive_agents push_to_hub save_only_model eval_delay run_name vllm_server_urls
+    bf16 fp16 tf32 use_cpu accelerator_config parallelism_config ddp_backend ddp_timeout fsdp fsdp_config
+    local_rank""".split()
 )
 
 _ENGINE_FIELDS = ("vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
@@ -120,7 +123,8 @@ class HACPOConfig(GRPOConfig):
         hub_base_model_id: the Hub id of the model that an agent started from, for its card and, with LoRA, for its
             adapter, where it was loaded from a local folder. For single agents in `agent_overrides`.
         agent_overrides: other settings for single agents, by name:
-            `{"llama-3b": {"learning_rate": 5e-7, "chat_template_kwargs": {...}}}`.
+            `{"llama-3b": {"learning_rate": 5e-7, "chat_template_kwargs": {...}}}`. An agent's `model_init_kwargs` are
+            added to the team's: `{"llama-3b": {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}}`.
 
     Raises:
         ValueError: for settings that cannot work, naming the nearest that can.
@@ -438,11 +442,24 @@ class HACPOConfig(GRPOConfig):
             "off_policy_mask_threshold": (None, "off-policy responses are handled by `peer_clip_delta` and `alpha`"),
             "top_entropy_quantile": (1.0, "the objective is one number a sequence, tokens cannot be left out of it"),
             "use_adaptive_entropy": (False, "use a fixed `entropy_coef`"),
+            "torch_compile": (
+                False,
+                "a compiled model runs the updates and the plain one gives the log-probabilities that they compare "
+                "with, and the two round differently, in bf16 by more than GSPO's clip range",
+            ),
             "enable_jit_checkpoint": (False, "a checkpoint inside a round could not be continued; use `save_steps`"),
         }
         for name, (value, reason) in only.items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not supported: {reason}. Use {name}={value!r}.")
+
+        if self.use_transformers_continuous_batching and (self.bf16 or self.fp16):
+            number = "bf16" if self.bf16 else "fp16"
+            raise ValueError(
+                f"use_transformers_continuous_batching=True with {number}=True is not supported: TRL would convert "
+                f"the trained weights to {number} for good, and updates at small learning rates are lost in their "
+                f"rounding. Sample with vLLM (use_vllm=True), or set {number}=False."
+            )
 
     def _check_batches(self) -> None:
         rows = self.generation_batch_size
@@ -661,6 +678,8 @@ class HACPOConfig(GRPOConfig):
                 f"batches of its own responses in a round. Try {_nearest_divisor(steps, int(accumulation or 1))}."
             )
         changes["agent_overrides"] = None
+        if isinstance(changes.get("model_init_kwargs"), dict):
+            changes["model_init_kwargs"] = {**(self.model_init_kwargs or {}), **changes["model_init_kwargs"]}
         if self.hub_model_id is not None:
             changes.setdefault("hub_model_id", f"{self.hub_model_id}-{name}")
         if not leader:

@@ -203,6 +203,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
                     reward_processing_classes=list(self.reward_processing_classes),
                     **arguments(i),
                 )
+            peer.reward_func_names = list(self.reward_func_names)  # a model in DeepSpeed's engine has no name any more
             peer.remove_callback(DefaultFlowCallback)
             self.agents.append(peer)
             if args.should_save:

@@ -321,6 +321,7 @@ def test_other_generation_kwargs_are_fine():
         ("scale_rewards", False, "scale_rewards='group'"),
         ("multi_objective_aggregation", "normalize_then_sum", "multi_objective_aggregation='sum_then_normalize'"),
         ("off_policy_mask_threshold", 0.5, "off_policy_mask_threshold=None"),
+        ("torch_compile", True, "torch_compile=False"),
         ("top_entropy_quantile", 0.2, "top_entropy_quantile=1.0"),
         ("use_adaptive_entropy", True, "use_adaptive_entropy=False"),
     ],
@@ -566,7 +567,8 @@ def test_overrides_that_are_no_mapping(values):
 TEAM = """output_dir agent_overrides method num_generations generation_batch_size steps_per_generation
 num_iterations max_steps max_rounds num_train_epochs seed data_seed logging_steps eval_strategy save_strategy
 save_steps reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds
-baseline advantage_epsilon report_to peer_advantages capability_coefficient push_to_hub""".split()
+baseline advantage_epsilon report_to peer_advantages capability_coefficient push_to_hub bf16 fp16 use_cpu ddp_backend
+accelerator_config fsdp""".split()
 
 
 @pytest.mark.parametrize("name", TEAM)
@@ -574,6 +576,22 @@ def test_overrides_of_what_all_have_in_common(name):
     # what the leader reads for the whole team would have no effect, or act on all, as an override
     value = getattr(config(), name)
     check_refused({"small": {name: value}}, f"'{name}'")
+
+
+@pytest.mark.parametrize("number", ["bf16", "fp16"])
+def test_continuous_batching_may_not_convert_the_trained_weights(number):
+    settings = {"bf16": False, "fp16": False, "use_transformers_continuous_batching": True}
+    assert config(**settings).use_transformers_continuous_batching
+    with pytest.raises(ValueError, match=f"convert the trained weights to {number} for good.*set {number}=False"):
+        config(**{**settings, number: True})
+
+
+def test_an_agents_loading_settings_are_added_to_the_teams():
+    overrides = {"small": {"model_init_kwargs": {"attn_implementation": "eager"}}}
+    args = config(agent_overrides=overrides, model_init_kwargs={"dtype": "bfloat16"})
+    loading = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    assert args.for_agent("small", leader=True).model_init_kwargs == loading
+    assert args.for_agent("large", leader=False, index=1).model_init_kwargs == {"dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(

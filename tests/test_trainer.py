@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import CHAT_TEMPLATE, all_weights, config, dataset, digit_reward, team, weights
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -235,6 +236,47 @@ def test_rewards_async_weighted_and_from_a_model(agent_folders, tmp_path):
         expected = first[f"{name}/rewards/digit_reward/mean"] + 0.5 * 2.0 + 0.25 * first[f"{name}/rewards/judge/mean"]
         assert first[f"{name}/reward"] == pytest.approx(expected, abs=1e-5)
     assert trainer.agents[1].reward_funcs[2] is trainer.reward_funcs[2]  # loaded once
+
+
+def test_a_prepared_reward_model_keeps_its_name_for_all_agents(agent_folders, tmp_path, monkeypatch):
+    """DeepSpeed's engine around it has a dict as config."""
+
+    class Engine(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.config = module, {"train_batch_size": 1}
+
+        def forward(self, **kwargs):
+            return self.module(**kwargs)
+
+    prepare = Accelerator.prepare_model
+
+    def prepare_model(self, model, **kwargs):
+        return Engine(model) if isinstance(model, LlamaForSequenceClassification) else prepare(self, model, **kwargs)
+
+    monkeypatch.setattr(Accelerator, "prepare_model", prepare_model)
+    tokenizer = AutoTokenizer.from_pretrained(agent_folders["char"])
+    judge_config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_labels=1, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    judge_config._name_or_path = "judges/judge"
+    trainer = team(
+        agent_folders, PAIR, config(tmp_path, max_rounds=1), LlamaForSequenceClassification(judge_config),
+        reward_processing_classes=tokenizer,
+    )  # fmt: skip
+    assert isinstance(trainer.agents[1].reward_funcs[0], Engine)
+    trainer.train()
+    for name in PAIR:
+        assert f"{name}/rewards/judge/mean" in trainer.state.log_history[0]
+
+
+def test_attention_can_differ_by_agent(agent_folders, tmp_path):
+    overrides = {"char": {"model_init_kwargs": {"attn_implementation": "eager"}}}
+    trainer = team(agent_folders, PAIR, config(tmp_path, beta=0.1, agent_overrides=overrides))
+    for agent, expected in zip(trainer.agents, ["eager", "sdpa"], strict=True):
+        for model in (agent.model, agent.ref_model):
+            assert model.config._attn_implementation == expected
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), float("-inf")])
