@@ -71,6 +71,7 @@ VLLM_ATTRIBUTES = (
 # module -> functions and constants that are no public API
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "trl.data_utils": ("is_conversational",),
+    "trl.trainer.grpo_trainer": ("create_model_from_path",),
     "trl.trainer.utils": (
         "create_model_from_path",
         "get_config_model_id",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, is_peft_model, set_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainerState
@@ -23,7 +23,7 @@ from trl.data_utils import is_conversational
 from trl.trainer.utils import is_async_callable
 
 from .config import HACPOConfig
-from .loading import fix_absolute_positions, loadable_reference
+from .loading import fix_absolute_positions, keep_start, reference_of
 from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
 from .offload import GradientBuckets, Residency
@@ -47,7 +47,7 @@ class HACPOAgent(GRPOTrainer):
     it on by `run_until`.
 
     Args:
-        model: see `GRPOTrainer`; a model object that comes from no path works with `beta > 0`, too.
+        model: see `GRPOTrainer`; the KL reference is a copy of a model object, whatever its folder holds.
         reward_funcs: see `GRPOTrainer`.
         args: the agent's settings, see `HACPOConfig.for_agent`.
         agent_name: its name in logs and folders.
@@ -107,11 +107,13 @@ class HACPOAgent(GRPOTrainer):
             # Accelerate knows one DeepSpeed plugin a process; every agent has its own, see `activate`
             AcceleratorState._reset_state()
             args.deepspeed_plugin.set_deepspeed_weakref()
-        with loadable_reference(model, args), _seed_of_its_own(args, agent_index):
+        with reference_of(model), _seed_of_its_own(args, agent_index):
             try:
                 super().__init__(model, reward_funcs, args, **kwargs)
             except ConnectionError as error:  # of its vLLM server
                 raise ConnectionError(f"agent {agent_name!r}: {error}") from error
+        if self.beta != 0.0 and is_peft_model(self.model):
+            keep_start(self.model)
         fix_absolute_positions(self.accelerator.unwrap_model(self.model))
         self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
         self._end_id: int | None = None

@@ -21,6 +21,7 @@ from trl.trainer.utils import get_config_model_id
 
 from ._version import __version__
 from .config import HACPOConfig
+from .loading import find_origin
 
 if TYPE_CHECKING:
     from .agent import HACPOAgent
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 _ADAPTER_CONFIG = "adapter_config.json"
 _STAGING = ".pushing"
 
-# Files beside a model that stay at home: they continue a run, and the pickled settings hold local paths and the token
+# Files beside a model that stay at home: they continue a run ("ref" is an adapter's KL reference), and the pickled
+# settings hold local paths and the token
 _HOME = """training_args.bin optimizer.* scheduler.pt scaler.pt rng_state*.pth trainer_state.json hacpo_state.json
-latest zero_to_fp32.py global_step* checkpoint-* completions runs _* .*""".split()
+latest zero_to_fp32.py global_step* checkpoint-* completions runs ref _* .*""".split()
 
 # A folder of huggingface_hub's cache tells which repository and commit it holds
 _CACHED = re.compile(r"models--([^/\\]+)[/\\]snapshots[/\\]([0-9a-f]{40})")
@@ -59,9 +61,11 @@ def find_base(model: Any, args: HACPOConfig) -> Base:
         model: a Hub id, a folder, or a model object.
         args: the agent's settings.
     """
-    path = os.fspath(model) if _is_path(model) else get_config_model_id(model.config)
-    path = str(path or "")
-    revision = (args.model_init_kwargs or {}).get("revision")
+    if _is_path(model):
+        origin = find_origin(model, args)
+        path, revision = origin.base, origin.arguments["revision"]
+    else:
+        path, revision = str(get_config_model_id(model.config) or ""), (args.model_init_kwargs or {}).get("revision")
     cached = _CACHED.search(path)
     if args.hub_base_model_id is not None:
         return Base(args.hub_base_model_id, args.hub_base_model_id, None)
@@ -144,8 +148,9 @@ def check_sharing(
             names,
             [find_base(model, config) for model, config in zip(models, configs, strict=True)],
             [
-                adapter is not None or not _is_path(model) and is_peft_model(model)
-                for model, adapter in zip(models, adapters, strict=True)
+                adapter is not None
+                or (find_origin(model, config).adapter is not None if _is_path(model) else is_peft_model(model))
+                for model, adapter, config in zip(models, adapters, configs, strict=True)
             ],
         )
     return repositories

@@ -10,12 +10,13 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.processing_utils import ProcessorMixin
 from trl.data_utils import is_conversational
 from trl.trainer.utils import get_config_model_id
 
 from .config import HACPOConfig
+from .loading import check_trainable, find_origin, missing_folder
 
 _CHECKED_PROMPTS = 100_000  # the first prompts of a data set are all looked at
 
@@ -27,13 +28,15 @@ def _is_path(model: Any) -> bool:
     return isinstance(model, (str, os.PathLike))
 
 
-def _origin(args: HACPOConfig) -> dict[str, Any]:
-    """Where an agent's files are loaded from, for `from_pretrained`."""
-    kwargs = args.model_init_kwargs or {}
-    return {
-        "revision": kwargs.get("revision"),
-        "trust_remote_code": kwargs.get("trust_remote_code", args.trust_remote_code),
-    }
+def load_config(model: str | os.PathLike, args: HACPOConfig) -> PretrainedConfig:
+    """The configuration of a model, for an adapter that of its base.
+
+    Args:
+        model: Hub id or folder.
+        args: the agent's settings.
+    """
+    origin = find_origin(model, args)
+    return AutoConfig.from_pretrained(origin.base, **origin.arguments)
 
 
 def per_agent(value: Any, num_agents: int, name: str, *, default: Any = None) -> list[Any]:
@@ -94,11 +97,19 @@ def resolve_names(models: Sequence[Any], agent_names: Sequence[str] | None) -> l
     return names
 
 
-def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[HACPOConfig]) -> None:
-    """Finds out whether every model is there, from its small config file alone.
+def check_models(
+    models: Sequence[Any], names: Sequence[str], configs: Sequence[HACPOConfig], adapters: Sequence[Any]
+) -> None:
+    """Finds out whether every model is there, from its small config file alone, and whether model objects can train.
+
+    Args:
+        models: one per agent.
+        names: of the agents.
+        configs: settings per agent.
+        adapters: configuration of a new adapter or None per agent.
 
     Raises:
-        ValueError: naming every model that cannot be loaded.
+        ValueError: naming every model that cannot be loaded, or an agent that could not train.
     """
     if not models:
         raise ValueError("models is empty; give at least one model, e.g. models=['Qwen/Qwen3-1.7B-Base'].")
@@ -108,23 +119,58 @@ def check_models(models: Sequence[Any], names: Sequence[str], configs: Sequence[
             "models holds the same model object twice, and both agents would train the same weights. Pass its path "
             "twice, or a copy.deepcopy of it."
         )
+    as_they_are = [i for i, model in enumerate(models) if not _is_path(model) and adapters[i] is None]
+    check_trainable([models[i] for i in as_they_are], [names[i] for i in as_they_are])
     problems = []
-    for model, name, args in zip(models, names, configs, strict=True):
+    for model, name, args, adapter in zip(models, names, configs, adapters, strict=True):
         if not _is_path(model):
+            _check_reference(model, name, args, adapter)
             continue
         path = os.fspath(model)
-        if not os.path.exists(path) and (path.startswith(("/", "./", "../", "~")) or path.count("/") > 1):
-            problems.append(f"- {name}: {path!r}: there is no such folder")
-            continue
-        try:
-            AutoConfig.from_pretrained(model, **_origin(args))
-        except Exception as error:  # whatever it is, it is this model's problem and is told as such
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            problems.append(f"- {name}: {os.fspath(model)!r}: {reason}")
+        reason = missing_folder(path)
+        if reason is None:
+            try:
+                origin = find_origin(path, args)
+                missing = missing_folder(origin.base)
+                if missing is not None:
+                    raise ValueError(f"its base {origin.base!r}: {missing}")
+                AutoConfig.from_pretrained(origin.base, **origin.arguments)
+            except ImportError:
+                raise
+            except Exception as error:  # whatever it is, it is this model's problem and is told as such
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            else:
+                if origin.adapter is not None and adapter is not None:
+                    raise ValueError(
+                        f"agent {name!r}: {path!r} is an adapter already, which goes on training, and peft_configs "
+                        "holds another one for it. Put None in its place (in `hacpo train` leave --use_peft out), or "
+                        "make a whole model of it: hacpo_trl.merge_adapter(folder, output_dir)."
+                    )
+                _check_reference(model, name, args, origin.adapter or adapter)
+        if reason is not None:
+            problems.append(f"- {name}: {path!r}: {reason}")
     if problems:
         raise ValueError(
             "These models cannot be loaded (nothing was loaded yet); check the spelling of ids and paths, and access "
             "rights on the Hub:\n" + "\n".join(problems)
+        )
+
+
+def _check_reference(model: Any, name: str, args: HACPOConfig, adapter: Any) -> None:
+    """Refuses agents whose start could not be kept as the KL reference."""
+    if args.beta == 0:
+        return
+    adapters = [adapter] if adapter is not None else list(getattr(model, "peft_config", {}).values())
+    for config in adapters:
+        if getattr(config, "bias", "none") != "none":
+            raise ValueError(
+                f"agent {name!r}: its adapter trains biases of the base (bias={config.bias!r}), so the base is no KL "
+                f"reference any more. Use beta=0 (now {args.beta:g}), or bias='none'."
+            )
+    if not adapters and not _is_path(model) and any(hasattr(p, "ds_tensor") for p in model.parameters()):
+        raise ValueError(
+            f"agent {name!r}: its model object is split by ZeRO-3 already, and cannot be copied for the KL reference. "
+            "Pass its path, or use beta=0."
         )
 
 
@@ -154,9 +200,7 @@ def load_tokenizers(
                     "processing_classes=[tokenizer, ...]."
                 )
             try:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    path, truncation_side="left", padding_side="left", **_origin(args)
-                )
+                tokenizer = _load_tokenizer(path, args)
             except Exception as error:
                 raise ValueError(f"agent {name!r}: no tokenizer could be loaded from {path!r}: {error}") from error
         if tokenizer.eos_token_id is None:
@@ -174,6 +218,8 @@ def load_tokenizers(
                 f"agent {names[i]!r}: its tokenizer has {len(tokenizer)} tokens, but its model only {size}; is it "
                 "another model's? processing_classes are in the order of the models; None loads each model's own."
             )
+        if size is not None:
+            _check_ids(models[i], tokenizer, size, names[i], configs[i])
         sharing = [j for j in range(i) if tokenizers[j] is tokenizer]
         if sharing and sizes[sharing[0]] != size:
             raise ValueError(
@@ -183,15 +229,66 @@ def load_tokenizers(
     return tokenizers
 
 
-def _vocab_size(model: Any, args: HACPOConfig) -> int | None:
-    if not _is_path(model):
-        config = model.config
-    else:
+def _load_tokenizer(path: str, args: HACPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies with a model; with an adapter that has none, its base's."""
+    origin = find_origin(path, args)
+    sides = {"truncation_side": "left", "padding_side": "left"}
+    if origin.adapter is not None:
+        arguments = {**origin.arguments, "revision": (args.model_init_kwargs or {}).get("revision")}
         try:
-            config = AutoConfig.from_pretrained(model, **_origin(args))
-        except Exception:  # `check_models` tells
-            return None
+            return AutoTokenizer.from_pretrained(path, **sides, **arguments)
+        except (OSError, ValueError):
+            pass
+    return AutoTokenizer.from_pretrained(origin.base, **sides, **origin.arguments)
+
+
+def _vocab_size(model: Any, args: HACPOConfig) -> int | None:
+    """How many tokens have an embedding."""
+    if not _is_path(model):
+        embeddings = model.get_input_embeddings()
+        return getattr(embeddings, "num_embeddings", None) or getattr(
+            model.config.get_text_config(), "vocab_size", None
+        )
+    try:
+        config = load_config(model, args)
+    except Exception:  # `check_models` tells
+        return None
     return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def _check_ids(model: Any, tokenizer: PreTrainedTokenizerBase, size: int, name: str, args: HACPOConfig) -> None:
+    """Refuses padding and end tokens that the model has no embedding for."""
+    if _is_path(model):
+        origin = find_origin(model, args)
+        config = load_config(model, args)
+        try:
+            generation = GenerationConfig.from_pretrained(origin.base, **origin.arguments)
+        except OSError:  # many folders have none
+            generation = None
+    else:
+        config, generation = model.config, model.generation_config
+    owners = {"tokenizer": tokenizer, "config": config.get_text_config(), "generation_config": generation}
+    for where, owner in owners.items():
+        for kind in ("pad_token_id", "eos_token_id"):
+            value = getattr(owner, kind, None)
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                if number is None or number < size:
+                    continue
+                if where == "tokenizer":
+                    other = "pad_token" if kind == "pad_token_id" else "eos_token"
+                    remedy = (
+                        f"Set tokenizer.{other} to a token that the model knows"
+                        + (", such as its end token" if kind == "pad_token_id" else "")
+                        + " (and pass it in processing_classes), or give the model more embeddings: "
+                        "model.resize_token_embeddings(len(tokenizer)), then save it."
+                    )
+                else:
+                    remedy = f"Correct {kind} there."
+                token = f" ({tokenizer.convert_ids_to_tokens(number)!r})" if where == "tokenizer" else ""
+                raise ValueError(
+                    f"agent {name!r}: the {kind} of its {where}, {number}{token}, is outside of its model's {size} "
+                    f"embeddings. {remedy}"
+                )
 
 
 def check_dataset(

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shutil
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,6 +47,8 @@ class TeamFiles(HACPOAgent):
                 if self.is_world_process_zero():
                     write_card(self, agent, unfinished)
                     self.prompt_form.for_agent(agent.args.chat_template_kwargs).save(unfinished)
+                    if check_tokenizers:  # not in a checkpoint: a resumed run compares with the same start
+                        shutil.rmtree(os.path.join(unfinished, "ref"), ignore_errors=True)
             if self.args.should_save and check_tokenizers:
                 check_tokenizer(agent.processing_class, folder, agent.agent_name)
 

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import yaml
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .config import HACPOConfig
 from .data import is_local, load_problems, to_prompts
+from .loading import find_origin
 from .prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_newlines
 from .rewards import math_reward
 from .sharing import check_sharing
-from .team import check_dataset, check_models, load_tokenizers, resolve_names
+from .team import check_dataset, check_models, load_config, load_tokenizers, resolve_names
 from .trainer import HACPOTrainer
 from .tryout import sample_team, show_prompt
 
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if script.dry_run:
             print(describe(script, args, model_args), flush=True)
             if script.sample_problems:
-                task = _task(script, args)
+                task = _task(script, args, model_args)
                 problems = random.Random(args.seed).sample(
                     task.problems, min(script.sample_problems, len(task.problems))
                 )
@@ -229,12 +230,13 @@ class _Task(NamedTuple):
     eval_problems: list[dict[str, Any]] | None
 
 
-def _task(script: ScriptArguments, args: HACPOConfig, *, of_hub: bool = True) -> _Task:
+def _task(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, *, of_hub: bool = True) -> _Task:
     """Everything of a run but the models.
 
     Args:
         script: what to train on what.
         args: settings of the team.
+        model_args: how models are loaded and adapted.
         of_hub: whether to load data sets of the Hub, too.
 
     Raises:
@@ -243,7 +245,7 @@ def _task(script: ScriptArguments, args: HACPOConfig, *, of_hub: bool = True) ->
     names = resolve_names(script.models, script.agent_names)
     args.check_agents(names)
     configs = [args.for_agent(name, leader=i == 0, index=i) for i, name in enumerate(names)]
-    check_models(script.models, names, configs)
+    check_models(script.models, names, configs, [get_peft_config(model_args)] * len(names))
     tokenizers = load_tokenizers(script.models, [None] * len(names), names, configs)
     columns = {"problem_column": script.prompt_column or script.problem_column, "answer_column": script.answer_column}
     problems = eval_problems = None
@@ -262,7 +264,7 @@ def _task(script: ScriptArguments, args: HACPOConfig, *, of_hub: bool = True) ->
 
 
 def _build(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, quantization: Any) -> HACPOTrainer:
-    task = _task(script, args)
+    task = _task(script, args, model_args)
     print(f"Prompts: {task.form}")
     trainer = HACPOTrainer(
         models=script.models,
@@ -330,7 +332,7 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     Raises:
         ValueError: for settings that cannot work.
     """
-    task = _task(script, args, of_hub=False)
+    task = _task(script, args, model_args, of_hub=False)
     names, configs, count = task.names, task.configs, len(task.names)
     adapters = [get_peft_config(model_args)] * count
     repositories = check_sharing(script.models, names, args, configs, adapters)
@@ -393,9 +395,7 @@ def _memory(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig)
     try:
         team = estimate(
             [
-                AgentShape.from_config(
-                    AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code), model, adapter
-                )
+                AgentShape.from_config(load_config(model, args), model, find_origin(model, args).adapter or adapter)
                 for model in script.models
             ],
             args.world_size,

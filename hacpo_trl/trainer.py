@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -26,7 +27,7 @@ from .capability import CapabilityTracker
 from .checkpoint import check_checkpoint
 from .completions import CompletionTables
 from .config import HACPOConfig
-from .loading import share_bases, shared_tensors
+from .loading import check_optimizer, check_trainable, load_adapters, shared_tensors, use_default_adapter
 from .objective import capability_aware_advantages
 from .offload import Residency
 from .page import RUN_FILE
@@ -58,7 +59,9 @@ class HACPOTrainer(TeamLog, TeamFiles):
     its own steps, it moves the peers on. Saving, evaluating and stopping wait for the end of the round.
 
     Args:
-        models: one per agent: a Hub id, a folder, a model object or a PeftModel.
+        models: one per agent: a Hub id, a folder, a model object or a PeftModel. The folder or id of an adapter, as
+            `save_model` writes it, goes on training that adapter. The KL reference is the agent's own start: a model
+            object or an adapter as it is passed.
         reward_funcs: see `GRPOTrainer`: functions (sync or async), reward models, or a list of them. Every response
             is graded once.
         args: settings, by default `HACPOConfig("hacpo_output")`.
@@ -128,7 +131,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
         if args.offload_inactive_agents:
             check_offload(configs, quantizations)
         repositories = check_sharing(models, names, args, configs, adapters)
-        check_models(models, names, configs)
+        check_models(models, names, configs, adapters)
         tokenizers = load_tokenizers(
             models, per_agent(processing_classes, count, "processing_classes"), names, configs
         )
@@ -180,7 +183,10 @@ class HACPOTrainer(TeamLog, TeamFiles):
                 "publisher": self.publisher,
             }
 
-        models = share_bases(models, adapters, quantizations, configs)
+        for model, name in zip(models, names, strict=True):
+            if not isinstance(model, str) and is_peft_model(model):
+                use_default_adapter(model, name)
+        models = load_adapters(models, adapters, quantizations, configs)
         quantizations = [q if isinstance(model, str) else None for q, model in zip(quantizations, models, strict=True)]
         residency = Residency(shared_tensors(models)) if args.offload_inactive_agents else None
         reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
@@ -218,7 +224,9 @@ class HACPOTrainer(TeamLog, TeamFiles):
         for callback in (ProgressCallback, PrinterCallback):
             if self.pop_callback(callback) is not None:
                 self.add_callback(RoundProgress(self))
-        for agent, (_, optimizer_class) in zip(self.agents, optimizers, strict=True):
+        check_trainable([agent.model for agent in self.agents], names)
+        for agent, ((optimizer, _), optimizer_class) in zip(self.agents, optimizers, strict=True):
+            check_optimizer(optimizer, agent.model, agent.agent_name)
             if optimizer_class is not None:
                 agent.optimizer_cls_and_kwargs = optimizer_class
 

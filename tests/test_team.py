@@ -194,7 +194,7 @@ def test_equal_names(names):
 
 
 def test_models_that_are_there(folders):
-    assert check_models([*folders, model()], ["a", "b", "c"], [config()] * 3) is None
+    assert check_models([*folders, model()], ["a", "b", "c"], [config()] * 3, [None] * 3) is None
 
 
 def test_all_bad_models_are_named_at_once_and_nothing_is_loaded(folders, monkeypatch, tmp_path):
@@ -210,7 +210,7 @@ def test_all_bad_models_are_named_at_once_and_nothing_is_loaded(folders, monkeyp
     bad = ["nobody/no-such-model", *(str(tmp_path / name) for name in ("missing", "empty", "broken", "unknown"))]
     models = [folders[0], *bad, folders[1], model()]
     names = [f"agent{i}" for i in range(len(models))]
-    message = message_of(ValueError, check_models, models, names, [config()] * len(models))
+    message = message_of(ValueError, check_models, models, names, [config()] * len(models), [None] * len(models))
     lines = message.splitlines()[1:]
     assert len(lines) == len(bad)
     for line, name, path in zip(lines, names[1:], bad, strict=False):
@@ -223,27 +223,27 @@ def test_an_error_without_words(monkeypatch):
         raise RuntimeError
 
     monkeypatch.setattr(hacpo_trl.team.AutoConfig, "from_pretrained", fail)
-    assert "- a: 'some/model'" in message_of(ValueError, check_models, ["some/model"], ["a"], [config()])
+    assert "- a: 'some/model'" in message_of(ValueError, check_models, ["some/model"], ["a"], [config()], [None])
 
 
 def test_a_missing_folder_as_a_path_is_noticed(tmp_path):
-    message = message_of(ValueError, check_models, [tmp_path / "missing"], ["a"], [config()])
+    message = message_of(ValueError, check_models, [tmp_path / "missing"], ["a"], [config()], [None])
     assert "missing" in message
 
 
 def test_no_models():
-    assert "models=[" in message_of(ValueError, check_models, [], [], [])
+    assert "models=[" in message_of(ValueError, check_models, [], [], [], [])
 
 
 def test_the_same_object_twice():
     one = model()
-    message = message_of(ValueError, check_models, [one, one], ["a", "b"], [config()] * 2)
+    message = message_of(ValueError, check_models, [one, one], ["a", "b"], [config()] * 2, [None] * 2)
     assert "same model object" in message and "deepcopy" in message
-    assert check_models([one, copy.deepcopy(one)], ["a", "b"], [config()] * 2) is None
+    assert check_models([one, copy.deepcopy(one)], ["a", "b"], [config()] * 2, [None] * 2) is None
 
 
 def test_the_same_path_twice_is_fine(folders):
-    assert check_models([folders[0]] * 2, ["a", "b"], [config()] * 2) is None
+    assert check_models([folders[0]] * 2, ["a", "b"], [config()] * 2, [None] * 2) is None
 
 
 def test_revision_and_remote_code_reach_the_config(monkeypatch):
@@ -254,7 +254,7 @@ def test_revision_and_remote_code_reach_the_config(monkeypatch):
         config(model_init_kwargs={"dtype": "float32"}, trust_remote_code=True),
         config(),
     ]
-    check_models(["x", "y", "z"], ["a", "b", "c"], configs)
+    check_models(["x", "y", "z"], ["a", "b", "c"], configs, [None] * 3)
     assert [kwargs["revision"] for kwargs in seen] == ["v2", None, None]
     assert [kwargs["trust_remote_code"] for kwargs in seen] == [True, True, False]
 
@@ -619,3 +619,51 @@ def test_naive_sharing_alone():
         for args in configs.values():
             warn_if_alone(["a"], args)
         warn_if_alone(["a", "b"], naive)
+
+
+# -- padding and end tokens -------------------------------------------------------------------------------------------
+
+
+def test_tokens_without_an_embedding(folders, tmp_path):
+    size = AutoTokenizer.from_pretrained(folders[0]).vocab_size
+
+    def agent(change):
+        folder = tmp_path / f"agent-{len(list(tmp_path.iterdir()))}"
+        built, tokens = build_agent(SPECS["char"])
+        change(built, tokens)
+        return save_agent(built, tokens, folder)
+
+    def added(built, tokens):
+        tokens.add_special_tokens({"pad_token": "[PAD]"})
+
+    def resized(built, tokens):
+        added(built, tokens)
+        built.resize_token_embeddings(len(tokens))
+
+    folder = agent(added)
+    for model in (folder, AutoModelForCausalLM.from_pretrained(folder)):
+        message = message_of(ValueError, tokenizers_of, [folders[1], model])
+        assert f"'agent1': the pad_token_id of its tokenizer, {size} ('[PAD]'), is outside" in message
+    assert tokenizers_of([agent(resized)])[0].pad_token_id == size
+    for where, kind in (("config", "eos_token_id"), ("generation_config", "eos_token_id")):
+        folder = agent(lambda built, tokens, w=where, k=kind: setattr(getattr(built, w), k, [1, size + 3]))
+        message = message_of(ValueError, tokenizers_of, [folder])
+        assert f"the {kind} of its {where}, {size + 3}, is" in message
+    built = build_agent(SPECS["char"])[0]
+    built.generation_config.eos_token_id = size
+    assert f"generation_config, {size}," in message_of(ValueError, tokenizers_of, [built], [tokenizer()])
+
+
+def test_a_folder_is_not_looked_for_on_the_hub(folders, tmp_path, monkeypatch):
+    (tmp_path / "out" / "agent-a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+    def hub(*args, **kwargs):
+        raise AssertionError("the Hub is asked")
+
+    monkeypatch.setattr(hacpo_trl.team.AutoConfig, "from_pretrained", hub)
+    message = message_of(ValueError, check_models, ["out/agnet-a"], ["a"], [config()], [None])
+    assert "there is no such folder; 'out' holds agent-a" in message and "hf download out/agnet-a" in message
+    monkeypatch.setattr(hacpo_trl.loading, "try_to_load_from_cache", lambda *names: "/cache/config.json")
+    with pytest.raises(ValueError, match="the Hub is asked"):
+        check_models(["out/agnet-a"], ["a"], [config()], [None])
