@@ -100,6 +100,7 @@ class HACPOAgent(GRPOTrainer):
         self._graded: dict[str, Any] | None = None
         self._graders_thread_safe = False
         self._losses: list[float] = []
+        self.grad_norms: list[Any] = []  # of the updates of the running round, before clipping
         self._final_step: int | None = None
         self._round_start = 0
         self.timings: dict[str, float] = defaultdict(float)  # seconds by phase, of the whole run
@@ -638,6 +639,7 @@ class HACPOAgent(GRPOTrainer):
     def open_round(self) -> None:
         """Marks the first micro-batch of a round."""
         self._round_start = self._step
+        self.grad_norms.clear()
 
     def _update(self) -> None:
         metrics = self._metrics["train"]
@@ -660,8 +662,8 @@ class HACPOAgent(GRPOTrainer):
 
     # -- reports --------------------------------------------------------------------------------------------------
 
-    def drain_statistics(self) -> list[dict[str, float]]:
-        """Statistics of the updates since the last call, one dict per source, over all processes."""
+    def drain_statistics(self, reader: str = "log") -> list[dict[str, float]]:
+        """Statistics of the updates since this reader's last call, one dict per source, over all processes."""
 
         def reduce(tensor: Tensor, kind: str) -> Tensor:
             if self.accelerator.num_processes == 1:
@@ -669,7 +671,13 @@ class HACPOAgent(GRPOTrainer):
             gathered = self.accelerator.gather(tensor[None])
             return gathered.sum(0) if kind == "sum" else gathered.amax(0)
 
-        return self.statistics.drain(reduce)
+        return self.statistics.drain(reduce, reader)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None:
+            self.grad_norms.append(norm)
+        return norm
 
 
 @contextlib.contextmanager

@@ -40,6 +40,9 @@ class UpdateStatistics:
         dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
         self.sums = torch.zeros(num_agents, len(_SUMS), dtype=dtype, device=device)
         self.ratio_max = torch.zeros(num_agents, dtype=dtype, device=device)
+        # What a reader has not asked for yet: the log is written every few updates, a round ends at other times
+        nothing = (torch.zeros_like(self.sums, device="cpu"), torch.zeros_like(self.ratio_max, device="cpu"))
+        self._unread = {"log": nothing, "round": nothing}
 
     @torch.no_grad()
     def add(
@@ -104,11 +107,14 @@ class UpdateStatistics:
         """Counts responses of a source that were left out because they have no advantage."""
         self.sums[source, _SUMS.index("silent")] += count
 
-    def drain(self, reduce: Callable[[Tensor, str], Tensor] = lambda t, kind: t) -> list[dict[str, float]]:
+    def drain(
+        self, reduce: Callable[[Tensor, str], Tensor] = lambda t, kind: t, reader: str = "log"
+    ) -> list[dict[str, float]]:
         """Reads the statistics out and starts anew.
 
         Args:
             reduce: adds ("sum") or maximises ("max") a tensor over all processes; called in the same order on all.
+            reader: "log" or "round": each gets everything since its own last call.
 
         Returns:
             One dict per source; empty for a source that has not been learned from.
@@ -117,6 +123,10 @@ class UpdateStatistics:
         maxima = reduce(self.ratio_max, "max").cpu()
         self.sums = torch.zeros_like(self.sums)
         self.ratio_max = torch.zeros_like(self.ratio_max)
+        for other, (waiting, highest) in self._unread.items():
+            self._unread[other] = (waiting + sums, torch.maximum(highest, maxima))
+        sums, maxima = self._unread[reader]
+        self._unread[reader] = (torch.zeros_like(sums), torch.zeros_like(maxima))
         result = []
         for source, (values, ratio_max) in enumerate(zip(sums.tolist(), maxima.tolist(), strict=True)):
             total = dict(zip(_SUMS, values, strict=True))

@@ -1,5 +1,6 @@
 """What a person sees while a team trains: one bar, and one line a round."""
 
+import math
 import sys
 import time
 from collections import deque
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+
+from .advice import RoundSigns, advise
 
 if TYPE_CHECKING:
     from .trainer import HACPOTrainer
@@ -21,7 +24,9 @@ class RoundProgress(TrainerCallback):
     """Takes the place of the Trainer's bar and log print-outs: a line a round instead of a hundred numbers a step.
 
     The line tells every agent's mean reward in the round, in brackets its capability, where the time went and how much
-    of it is left. With `disable_tqdm=True`, and where the output is no terminal, the lines come without the bar.
+    of it is left; where agents learn from each other, also how much of the peers' responses taught something. Below it
+    stand warnings of a run that cannot teach, each of them once. With `disable_tqdm=True`, and where the output is no
+    terminal, the lines come without the bar.
 
     Args:
         trainer: the leader of the team.
@@ -30,6 +35,8 @@ class RoundProgress(TrainerCallback):
     def __init__(self, trainer: "HACPOTrainer"):
         self.trainer = trainer
         self.bar: tqdm | None = None
+        self._signs: list[RoundSigns] = []
+        self._said: set[tuple[str, str]] = set()  # every warning comes once
         self._timings: dict[str, float] = {}
         self._ends: deque[float] = deque(maxlen=_RECENT + 1)  # when the last rounds ended; the first entry: the start
 
@@ -41,10 +48,11 @@ class RoundProgress(TrainerCallback):
         self._timings = self._totals()
         self._ends.clear()
         self._ends.append(time.perf_counter())
+        shared = "the share of the peers' responses that taught something, " if self._shares() else ""
         _say(
             "Every round: each agent's mean reward, in brackets its capability P over the last "
-            f"{self.trainer.capability.window} rounds, then the time of the round, what it went into, and what "
-            "is left of the run."
+            f"{self.trainer.capability.window} rounds, {shared}then the time of the round, what it went into, and "
+            "what is left of the run."
         )
         notebook = "ipykernel" in sys.modules  # draws its own bars, and its stderr is no terminal
         self.bar = tqdm(
@@ -59,10 +67,17 @@ class RoundProgress(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         """Prints a line behind each round."""
         size = self.trainer.updates_per_round
-        if self.bar is None or state.global_step % size:
+        if state.global_step % size:
+            return
+        self._signs.append(self.trainer.round_signs())  # all processes take part
+        if self.bar is None:
             return
         self.bar.update(1)
         _say(self._line(state.global_step // size, -(-state.max_steps // size)))
+        for key, sentence in self._advice().items():
+            if key not in self._said:
+                self._said.add(key)
+                _say(f"Warning: {sentence}")
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         """Prints every agent's reward in an evaluation."""
@@ -78,6 +93,21 @@ class RoundProgress(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
+
+    def _shares(self) -> bool:
+        return self.trainer.args.shares_rollouts and self.trainer.num_agents > 1
+
+    def _advice(self) -> dict[tuple[str, str], str]:
+        trainer = self.trainer
+        counts = trainer.args.method == "hacpo" and trainer.args.capability_coefficient and self._shares()
+        return advise(
+            self._signs,
+            trainer.agent_names,
+            learning_rates=[agent.args.learning_rate for agent in trainer.agents],
+            loudest=1 / trainer.capability.ratio_bounds[0] if counts else None,
+            window=trainer.capability.window,
+            floor=trainer.capability.floor if trainer.capability.metric == "positive_rate" else -math.inf,
+        )
 
     def _totals(self) -> dict[str, float]:
         return {key: sum(agent.timings[key] for agent in self.trainer.agents) for key in _PHASES}
@@ -99,8 +129,10 @@ class RoundProgress(TrainerCallback):
         self._timings = totals
         self._ends.append(now)
         a_round = (now - self._ends[0]) / (len(self._ends) - 1)
+        heard = self._signs[-1].peers_heard if self._signs else math.nan
+        peers = "" if math.isnan(heard) else f" | peers heard {100 * heard:.0f} %"
         left = f" | {duration(a_round * (rounds - number))} left" if number < rounds else ""
-        return f"round {number}/{rounds}: {agents} | {duration(whole)}: {shares}{left}"
+        return f"round {number}/{rounds}: {agents}{peers} | {duration(whole)}: {shares}{left}"
 
 
 def duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from ._contract import check_versions
+from .advice import RoundSigns
 from .agent import HACPOAgent
 from .capability import CapabilityTracker
 from .checkpoint import check_checkpoint
@@ -372,6 +373,8 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self._check_max_reward(rewards)
 
         advantages = self._advantages(rewards)  # (N learners, N sources, B * G)
+        self._differing = _differing(rewards, pooled=self.args.shares_rollouts)
+        self._with_advantage = _with_advantage(advantages)
         if self.completions is not None:
             self.completions.write(rollouts, advantages.diagonal().T)
         local = len(rollouts[0])
@@ -414,6 +417,28 @@ class HACPOTrainer(TeamLog, TeamFiles):
                 "max_reward to the largest reward that a response can have: it bounds the baseline."
             )
 
+    def round_signs(self) -> RoundSigns:
+        """What the round that ends now tells, over all processes; all of them have to call it."""
+        signs = RoundSigns(
+            rewards=self.round_rewards,
+            differing=self._differing,
+            capabilities=self.capability.capabilities.tolist(),
+            heard=[],
+            with_advantage=self._with_advantage if self.args.shares_rollouts else [math.nan] * self.num_agents,
+            own_ratio=[],
+            kl=[],
+            grad_norm=[],
+        )
+        for agent in self.agents:
+            stats = agent.drain_statistics("round")
+            own = stats.pop(agent.agent_index)
+            quiet = [peer["no_gradient"] for peer in stats if "no_gradient" in peer]
+            signs.heard.append(1 - sum(quiet) / len(quiet) if quiet else math.nan)
+            signs.own_ratio.append(own.get("ratio_mean", math.nan))
+            signs.kl.append(own["kl"] if "kl" in own and agent.args.beta else math.nan)
+            signs.grad_norm.append(max(map(float, agent.grad_norms), default=math.nan))
+        return signs
+
     # -- the end of a round ---------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
@@ -444,6 +469,20 @@ def _naming(agent: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"This happened while agent {agent!r} was built.")
         raise
+
+
+def _differing(rewards: torch.Tensor, *, pooled: bool) -> float:
+    """Share of the prompts of rewards (N, B, G) that have unlike ones: in the pool, or in one agent's group."""
+    groups = rewards.transpose(0, 1).flatten(1) if pooled else rewards.flatten(0, 1)
+    known = torch.isfinite(groups)
+    low, high = groups.where(known, torch.inf).amin(1), groups.where(known, -torch.inf).amax(1)
+    return (high > low).double().mean().item()
+
+
+def _with_advantage(advantages: torch.Tensor) -> list[float]:
+    """(N,) share of the peers' responses that have an advantage, from advantages (N learners, N sources, R)."""
+    peers = ~torch.eye(len(advantages), dtype=torch.bool)
+    return [(a[mine] != 0).double().mean().item() for a, mine in zip(advantages, peers, strict=True)]
 
 
 def _largest(rewards: torch.Tensor) -> float:

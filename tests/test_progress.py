@@ -14,7 +14,7 @@ from hacpo_trl.progress import RoundProgress, duration
 PAIR = ["char", "bpe"]
 NUMBER = r"(\d\.\d{3}|nan)"
 LINE = re.compile(
-    rf"round (\d+)/(\d+): char {NUMBER} \(P {NUMBER}\)  bpe {NUMBER} \(P {NUMBER}\) \| "
+    rf"round (\d+)/(\d+): char {NUMBER} \(P {NUMBER}\)  bpe {NUMBER} \(P {NUMBER}\)(?: \| peers heard (\d+) %)? \| "
     r"([^:|]+): ([^|]+?)(?: \| (.+) left)?"
 )
 
@@ -46,15 +46,45 @@ def test_a_line_a_round_without_a_terminal(agent_folders, tmp_path, monkeypatch)
     trainer = train(agent_folders, config(tmp_path, max_rounds=3, disable_tqdm=False))
     lines = [LINE.fullmatch(line) for line in out.getvalue().splitlines() if line.startswith("round ")]
     assert all(lines) and [line.group(1, 2) for line in lines] == [("1", "3"), ("2", "3"), ("3", "3")]
-    assert [line[9] is None for line in lines] == [False, False, True]  # after the last round nothing is left
+    assert [line[10] is None for line in lines] == [False, False, True]  # after the last round nothing is left
     for line, entry in zip(lines, trainer.state.log_history[::4], strict=False):
         assert float(line[3]) == pytest.approx(entry["char/reward"], abs=6e-4)
         assert float(line[4]) == pytest.approx(entry["char/capability"], abs=6e-4)
         assert float(line[5]) == pytest.approx(entry["bpe/reward"], abs=6e-4)
-        assert "sample " in line[8] and "update " in line[8]
-        assert sum(map(int, re.findall(r"(\d+) %", line[8]))) == pytest.approx(100, abs=3)  # rounded
+        assert "sample " in line[9] and "update " in line[9]
+        assert sum(map(int, re.findall(r"(\d+) %", line[9]))) == pytest.approx(100, abs=3)  # rounded
     assert "rounds:" not in err.getvalue()  # no bar
     assert out.flushed == out.getvalue()  # nothing waits in a buffer
+
+
+def test_how_much_of_the_peers_responses_was_heard(agent_folders, tmp_path, capsys):
+    """The share of a whole round, though the log is written after each of its updates."""
+    trainer = train(agent_folders, config(tmp_path, max_rounds=1, logging_steps=4, peer_clip_delta=0.9))
+    entry = trainer.state.log_history[0]
+    heard = 1 - (entry["pair/char->bpe/no_gradient"] + entry["pair/bpe->char/no_gradient"]) / 2
+    assert 0 < heard < 1 and f"| peers heard {100 * heard:.0f} % |" in capsys.readouterr().out
+    train(agent_folders, config(tmp_path, max_rounds=1, logging_steps=1, peer_clip_delta=0.9))
+    assert f"| peers heard {100 * heard:.0f} % |" in capsys.readouterr().out
+    train(agent_folders, config(tmp_path, max_rounds=3, method="gspo", learning_rate=0.0))
+    assert "peers" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+def test_warnings_stand_below_the_line_once(agent_folders, tmp_path, monkeypatch, terminal):
+    out, err = Output(terminal), Output(terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    trainer = HACPOTrainer(
+        [agent_folders[name] for name in PAIR],
+        lambda completions, **_: [0.0] * len(completions),
+        config(tmp_path, max_rounds=5, disable_tqdm=False),
+        dataset(),
+    )
+    trainer.train()
+    lines = [line for line in out.getvalue().splitlines() if line.startswith(("round ", "Warning: "))]
+    assert [line.split()[0] for line in lines] == ["round"] * 3 + ["Warning:"] + ["round"] * 2
+    assert lines[3].startswith("Warning: In the last 3 rounds all responses to a prompt got the same reward")
+    assert out.flushed == out.getvalue()
 
 
 def test_a_bar_in_a_terminal(agent_folders, tmp_path, monkeypatch):
@@ -85,7 +115,7 @@ def test_the_time_left_is_that_of_the_last_rounds(agent_folders, tmp_path, monke
         now[0] += 100.0 if number <= 4 else 10.0
         trainer.timings["sampling"] += 2.5
         line = progress._line(number, 100)
-        left.append(LINE.fullmatch(line)[9])
+        left.append(LINE.fullmatch(line)[10])
     assert left[0] == duration(99 * 100.0)
     assert left[4] == duration(95 * 410 / 5)
     assert left[29] == duration(70 * 10.0) == "11 min 40 s"
