@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .checkpoint import merge_adapter
     from .config import HACPOConfig
     from .objective import capability_aware_advantages, hacpo_objective, peer_clip_lower, sequence_log_ratio
-    from .rewards import MathVerifier, math_reward
+    from .rewards import MathVerifier, math_reward, number_reward
     from .trainer import HACPOTrainer
 
 _HOMES = {
@@ -27,6 +27,7 @@ _HOMES = {
     "peer_clip_lower": "objective",
     "sequence_log_ratio": "objective",
     "math_reward": "rewards",
+    "number_reward": "rewards",
     "MathVerifier": "rewards",
     "merge_adapter": "checkpoint",
     "HACPOTrainer": "trainer",
@@ -42,6 +43,7 @@ __all__ = [
     "capability_aware_advantages",
     "hacpo_objective",
     "math_reward",
+    "number_reward",
     "merge_adapter",
     "peer_clip_lower",
     "sequence_log_ratio",

@@ -1,13 +1,21 @@
 r"""Verifiable rewards: a maths reward for TRL trainers built on math-verify.
 
-`math_reward` is what to pass to a trainer; `MathVerifier` makes one with limits of your choice. An answer is sought in
-this order: the last complete ``\boxed{...}``, the last ``#### answer`` line, what follows the last "answer is" or
-"answer:", the last formula or number. Only one answer counts: a list of candidates is compared as a list.
+`math_reward` is what to pass to a trainer, or `number_reward`, which takes no sum for a number; `MathVerifier` makes
+one with limits of your choice. An answer is sought in this order: the last complete ``\boxed{...}`` or
+``<answer>...</answer>``, the last ``#### answer`` line, what follows the last "answer is" or "answer:", the last
+formula or number. Only one answer counts: a list of candidates is compared as a list. An expression of the problem
+given back ("What is 23 + 45?", "23 + 45") scores 0.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
 import json
 import os
 import queue
@@ -117,6 +125,7 @@ class MathVerifier:
     Args:
         timeout: Seconds one response may take; then its score is 0.0. A gold that takes longer cannot be scored.
         workers: Largest number of worker processes, i.e. of responses judged at once.
+        numbers_only: Where the gold is a number, the answer has to be one, too: "40 + 28" or "2^{10}" score 0.
 
     Attributes:
         timeouts: How many responses ran out of time so far.
@@ -125,16 +134,15 @@ class MathVerifier:
         ValueError: If a limit is not positive.
     """
 
-    __name__ = "math_reward"  # TRL names the reward's metrics after this
-
     thread_safe = True  # it may grade several agents' responses at once, outside of the main thread
 
-    def __init__(self, timeout: float = 5.0, workers: int = 2) -> None:
+    def __init__(self, timeout: float = 5.0, workers: int = 2, *, numbers_only: bool = False) -> None:
         if not 0 < timeout <= 3600:
             raise ValueError(f"timeout={timeout!r} must be between 0 and 3600 seconds; 5.0 suits most answers.")
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise ValueError(f"workers={workers!r} must be a whole number of at least 1; 2 suits most machines.")
-        self.timeout, self.workers, self.timeouts = float(timeout), workers, 0
+        self.timeout, self.workers, self.timeouts, self.numbers_only = float(timeout), workers, 0, numbers_only
+        self.__name__ = "number_reward" if numbers_only else "math_reward"  # TRL names the reward's metrics after this
         self._bad_golds: set[str] = set()  # not tried again
         self._named_golds: set[str] = set()  # warned about
         self._reset()
@@ -148,8 +156,8 @@ class MathVerifier:
         for _ in range(self.workers):
             self._slots.put(None)
 
-    def __reduce__(self) -> tuple[type, tuple[float, int]]:  # pickled without its workers
-        return type(self), (self.timeout, self.workers)
+    def __reduce__(self) -> tuple[Any, ...]:  # pickled without its workers
+        return functools.partial(type(self), numbers_only=self.numbers_only), (self.timeout, self.workers)
 
     def __enter__(self) -> MathVerifier:
         return self
@@ -169,10 +177,16 @@ class MathVerifier:
             worker.kill()
             self._live.discard(worker)
 
-    def _judge(self, gold: str, text: str) -> _Verdict:
+    def _judge(self, gold: str, text: str, prompt: str) -> _Verdict:
         if not gold.strip() or len(gold) > MAX_GOLD_CHARS or gold in self._bad_golds:
             return _Verdict(None, "", False)
-        job = {"gold": gold, "text": text[-MAX_CHARS:], "limit": self.timeout}
+        job = {
+            "gold": gold,
+            "text": text[-MAX_CHARS:],
+            "prompt": prompt[-MAX_CHARS:],
+            "numbers_only": self.numbers_only,
+            "limit": self.timeout,
+        }
         worker = self._slots.get()
         try:
             # Again if the worker died (perhaps of something else) or the gold, judged for good, took too long.
@@ -195,15 +209,19 @@ class MathVerifier:
         verdict = replies[1] if len(replies) == 2 else {"equal": False, "answer": ""}
         return _Verdict(float(verdict["equal"]), verdict["answer"], expired and len(replies) < 2)
 
-    def _judge_all(self, golds: Sequence[str], texts: Sequence[str]) -> list[_Verdict]:
-        if len(golds) != len(texts):
-            raise ValueError(
-                f"{len(texts)} completions but {len(golds)} answers: each completion needs the answer of its own "
-                "prompt, so repeat an answer once for every completion of its prompt."
-            )
-        golds = ["" if gold is None else str(gold) for gold in golds]
+    def _judge_all(
+        self, golds: Sequence[Any], texts: Sequence[str], prompts: Sequence[str | Sequence[dict[str, Any]]] | None
+    ) -> list[_Verdict]:
+        for what, values in (("answers", golds), ("prompts", texts if prompts is None else prompts)):
+            if len(values) != len(texts):
+                raise ValueError(
+                    f"{len(texts)} completions but {len(values)} {what}: each completion needs those of its own "
+                    "problem, so repeat them once for every completion of a problem."
+                )
+        golds = [_gold_text(gold) for gold in golds]
+        problems = [""] * len(texts) if prompts is None else [_prompt_text(prompt) for prompt in prompts]
         with ThreadPoolExecutor(min(self.workers, len(golds) or 1)) as threads:
-            verdicts = list(threads.map(self._judge, golds, texts))
+            verdicts = list(threads.map(self._judge, golds, texts, problems))
         with self._lock:
             self.timeouts += sum(verdict.timed_out for verdict in verdicts)
         for gold, verdict in zip(golds, verdicts, strict=True):
@@ -213,12 +231,17 @@ class MathVerifier:
                 warnings.warn(f"The answer {gold[:200]!r} {why}; its rows are not scored.", stacklevel=3)
         return verdicts
 
-    def score(self, golds: Sequence[str], texts: Sequence[str]) -> list[float | None]:
+    def score(
+        self, golds: Sequence[str | Sequence[str]], texts: Sequence[str], prompts: Sequence[Any] | None = None
+    ) -> list[float | None]:
         r"""Judge responses against gold answers.
 
         Args:
-            golds: Gold answers, bare: "72", "\frac{3}{4}", "(1,2)", "\text{Evelyn}"; dollar signs do no harm.
+            golds: Gold answers, bare: "72", "\frac{3}{4}", "(1,2)", "\text{Evelyn}"; dollar signs do no harm. A list
+                of answers, ["1", "2"], is the same as "1, 2".
             texts: Responses, as many as golds. Only the last `MAX_CHARS` characters of each are read.
+            prompts: The problems, as texts or chats: an expression of the problem given back scores 0, though
+                math-verify evaluates "23 + 45". Without them it scores what its value scores.
 
         Returns:
             For each row 1.0 if the answer equals the gold, 0.0 if not, None if the gold cannot be parsed (one warning
@@ -228,13 +251,15 @@ class MathVerifier:
             ValueError: If the numbers of golds and texts differ.
             RuntimeError: If a worker cannot start, e.g. because math-verify is missing.
         """
-        return [verdict.score for verdict in self._judge_all(golds, texts)]
+        return [verdict.score for verdict in self._judge_all(golds, texts, prompts)]
 
     def __call__(
         self,
+        /,  # a column may be called "self"
         completions: Sequence[str | Sequence[dict[str, Any]]],
-        answer: Sequence[str] | None = None,
+        answer: Sequence[str | Sequence[str]] | None = None,
         *,
+        prompts: Sequence[str | Sequence[dict[str, Any]]] | None = None,
         log_extra: Callable[[str, list], None] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
@@ -243,6 +268,7 @@ class MathVerifier:
         Args:
             completions: Responses, each a string or a conversation whose last message counts.
             answer: Gold answers, one per completion: the data set's `answer` column.
+            prompts: What was asked, one per completion; TRL passes them. See `score`.
             log_extra: Set by TRL; receives the answers found, as the column "parsed_answer".
             **kwargs: Other columns, ignored.
 
@@ -257,7 +283,7 @@ class MathVerifier:
                 "math_reward got no list of answers: the data set needs an `answer` column with the final answer of "
                 "each problem as a string. Rename yours with dataset.rename_column('solution', 'answer')."
             )
-        verdicts = self._judge_all(answer, [_text_of(completion) for completion in completions])
+        verdicts = self._judge_all(answer, [_text_of(completion) for completion in completions], prompts)
         if log_extra is not None:
             log_extra("parsed_answer", [verdict.answer for verdict in verdicts])
         return [verdict.score for verdict in verdicts]
@@ -275,6 +301,18 @@ def _text_of(completion: str | Sequence[dict[str, Any]]) -> str:
             f"A completion is {type(completion).__name__} {str(completion)[:80]!r}; it must be a string or a list of "
             'messages such as [{"role": "assistant", "content": "..."}].'
         ) from error
+
+
+def _gold_text(gold: Any) -> str:
+    """A gold as one text; several answers are joined, as `hacpo train` does it."""
+    if isinstance(gold, (list, tuple)):
+        return ", ".join(_gold_text(part) for part in gold)
+    return "" if gold is None else str(gold)
+
+
+def _prompt_text(prompt: str | Sequence[dict[str, Any]]) -> str:
+    """Text of a prompt: itself, or what the messages of a chat say."""
+    return prompt if isinstance(prompt, str) else "\n".join(_text_of([message]) for message in prompt)
 
 
 _INSTANCES: weakref.WeakSet[MathVerifier] = weakref.WeakSet()  # let go in forked children, ended at exit
@@ -299,3 +337,83 @@ if hasattr(os, "register_at_fork"):  # runs before anything else in the child, s
 
 math_reward = MathVerifier(workers=min(4, os.cpu_count() or 1))
 """The reward function for a trainer's `reward_funcs`: a `MathVerifier` with 5 seconds a response, shared by all."""
+
+number_reward = MathVerifier(workers=min(4, os.cpu_count() or 1), numbers_only=True)
+"""As `math_reward`, but where the gold is a number, an expression that is still to be worked out scores 0."""
+
+
+def load_reward(name: str) -> Callable[..., Any]:
+    """Finds a reward function by its name, for `hacpo train --reward_funcs`.
+
+    Args:
+        name: "math_reward", "number_reward", "module.function" (the current folder is searched first), or
+            "path/to/file.py:function".
+
+    Returns:
+        The function, or another object that can be called.
+
+    Raises:
+        ValueError: If there is no such file, module or function, if importing it fails, or if it cannot be called.
+    """
+    place, _, function = name.rpartition(":" if ":" in name else ".")
+    if not place and name in ("math_reward", "number_reward"):
+        return globals()[name]
+    if not place or not function:
+        raise ValueError(
+            f"reward_funcs: {name!r} is unknown; use math_reward, number_reward, module.function or file.py:function."
+        )
+    if place.endswith(".py") and not os.path.isfile(place):
+        raise ValueError(f"reward_funcs: {name!r}: there is no file {place!r} in {os.getcwd()}.")
+    try:
+        module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"reward_funcs: {place!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, function, None)
+    if found is None:
+        near = difflib.get_close_matches(function, vars(module), n=1)
+        raise ValueError(
+            f"reward_funcs: {place!r} has no function {function!r}.{f' Did you mean {near[0]}?' if near else ''}"
+        )
+    if isinstance(found, type) or not callable(found):
+        raise ValueError(f"reward_funcs: {name!r} is a {type(found).__name__}, not a function that takes completions.")
+    return found
+
+
+def weighted_sum(
+    functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None
+) -> Callable[..., Any]:
+    """One reward function of several, as a trainer adds them up: what one leaves unscored counts as 0.
+
+    Args:
+        functions: sync or async.
+        weights: by default all 1.
+    """
+
+    def total(**columns: Any) -> list[float | None]:
+        results = [function(**columns) for function in functions]
+        results = [asyncio.run(result) if inspect.iscoroutine(result) else result for result in results]
+        factors = [1.0] * len(functions) if weights is None else weights
+        return [
+            None
+            if all(score is None for score in row)
+            else sum(f * (s or 0.0) for f, s in zip(factors, row, strict=True))
+            for row in zip(*results, strict=True)
+        ]
+
+    return total
+
+
+def _load_file(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module.__name__, module)  # dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> Any:
+    sys.path.insert(0, os.getcwd())  # which an installed command does not search
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(os.getcwd())
