@@ -2,12 +2,17 @@
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
+import numbers
 import os
 import re
+import types
+import typing
 import warnings
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -305,6 +310,7 @@ class HACPOConfig(GRPOConfig):
         return self.num_iterations * sources * self.steps_per_generation // self.gradient_accumulation_steps
 
     def __post_init__(self):
+        convert_fields(self)
         if self.bf16 is None:  # TRL's default is True everywhere
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if self.load_best_model_at_end and self.metric_for_best_model is None:
@@ -388,11 +394,7 @@ class HACPOConfig(GRPOConfig):
 
     def _check_clipping(self) -> None:
         if isinstance(self.peer_clip_delta, str):
-            text = self.peer_clip_delta.strip().lower()
-            try:
-                self.peer_clip_delta = None if text in ("none", "null") else float(text)
-            except ValueError:
-                raise ValueError(f"peer_clip_delta={text!r} must be a number in [0, 1] or 'none'.") from None
+            raise ValueError(f"peer_clip_delta={self.peer_clip_delta!r} must be a number in [0, 1] or 'none'.")
         peer_clip_lower(0, self.peer_clip_delta or 0.0, self.peer_clip_step)
         if not self.alpha >= 0:
             raise ValueError(f"alpha={self.alpha} must not be negative; 0 switches the damping off.")
@@ -648,9 +650,11 @@ class HACPOConfig(GRPOConfig):
         Raises:
             ValueError: when an override cannot work, naming the agent.
         """
-        changes = {
-            key: _converted(name, key, value) for key, value in (self.agent_overrides or {}).get(name, {}).items()
-        }
+        overrides = (self.agent_overrides or {}).get(name, {})
+        try:
+            changes = {key: converted(type(self), key, value) for key, value in overrides.items()}
+        except ValueError as error:
+            raise ValueError(f"agent {name!r}: {error}") from None
         changes = {**self._server_of(name, index), **changes}
         size = changes.setdefault("per_device_train_batch_size", self.per_device_train_batch_size)
         if not (isinstance(size, int) and size >= 1):
@@ -707,18 +711,102 @@ def _default(name: str) -> Any:
     return next(f.default for f in dataclasses.fields(HACPOConfig) if f.name == name)
 
 
-def _converted(agent: str, key: str, value: Any) -> Any:
-    """A text as the number that its setting holds: YAML takes 5e-7 for a text."""
-    if not isinstance(value, str):
+def convert_fields(settings: Any) -> None:
+    """Gives every field of a dataclass the type that it is declared with, see `converted`."""
+    for f in dataclasses.fields(settings):
+        if f.init:
+            setattr(settings, f.name, converted(type(settings), f.name, getattr(settings, f.name)))
+
+
+def converted(owner: type, name: str, value: Any) -> Any:
+    """A setting as the type that its field is declared with. YAML takes 5e-7 for a text, and `no` for False.
+
+    Args:
+        owner: the dataclass of settings.
+        name: of the field.
+        value: as Python, the command line or YAML gives it.
+
+    Returns:
+        The value; what is no number, truth value, list of them or strategy stays as it is.
+
+    Raises:
+        ValueError: where a number, a list or a truth value is needed and the value is none.
+    """
+    default = owner.__dataclass_fields__[name].default
+    if value is None and (default is None or name in _OFF_BY_NONE):
+        return None
+    try:
+        return _as_type(_type_hints(owner)[name], value)
+    except ValueError as error:
+        example = f", e.g. {default!r}" if isinstance(default, (int, float, str)) and default != value else ""
+        raise ValueError(f"{name}={value!r} must be {error}{example}.") from None
+
+
+@functools.cache
+def _type_hints(owner: type) -> dict[str, Any]:
+    return typing.get_type_hints(owner)
+
+
+def _as_type(hint: Any, value: Any) -> Any:
+    """Raises a ValueError with what the value would have to be."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = list(typing.get_args(hint)) if union else [hint]
+    plain = {option for option in options if isinstance(option, type)}
+    lists = [option for option in options if typing.get_origin(option) is list]
+    number = next((kind for kind in (float, int) if kind in plain), None)
+    if value is None and types.NoneType in plain:
+        return None
+    if isinstance(value, (list, tuple)) and lists:
+        try:
+            return [_as_type(typing.get_args(lists[0])[0], item) for item in value]
+        except ValueError as error:
+            raise ValueError(f"a list, each item {error}") from None
+    if isinstance(value, bool):
+        if value is False and (words := [option for option in plain if issubclass(option, Enum)]):
+            return next((member.value for member in words[0] if member.value == "no"), value)
+        if number and bool not in plain:
+            raise ValueError("a number")
         return value
-    field_type = str(next((f.type for f in dataclasses.fields(HACPOConfig) if f.name == key), ""))
-    for number in (int, float):
-        if re.search(rf"\b{number.__name__}\b", field_type) and not re.search(r"\b(str|bool|dict)\b", field_type):
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if number:
+            if types.NoneType in plain and text in ("none", "null"):
+                return None
             try:
-                return number(value)
+                return _as_number(
+                    number, float(text) if number is float or not text.lstrip("+-").isdigit() else int(text)
+                )
             except ValueError:
-                raise ValueError(f"agent {agent!r}: {key}={value!r} must be a number.") from None
+                if str not in plain:
+                    raise ValueError(_WORDS[number]) from None
+        if bool in plain and str not in plain and text in _TRUTH:
+            return _TRUTH[text]
+        if plain <= {bool, types.NoneType} and not lists and len(plain) == len(options):
+            raise ValueError("true or false")
+        return value
+    if isinstance(value, numbers.Real):
+        if number:
+            return _as_number(number, value)
+        if plain <= {types.NoneType} and lists:
+            raise ValueError("a list")
+        if bool in plain and str not in plain and value in (0, 1):
+            return bool(value)
+    if value is None and str not in plain and (kind := number or (bool if bool in plain else list if lists else None)):
+        raise ValueError(_WORDS[kind])
     return value
+
+
+_OFF_BY_NONE = ("top_k",)  # which TRL's types do not say
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _as_number(kind: type, value: Any) -> Any:
+    if kind is float:
+        return value if isinstance(value, int) else float(value)
+    if value != value or value in (math.inf, -math.inf) or int(value) != value:
+        raise ValueError(_WORDS[int])
+    return int(value)
 
 
 def _nearest_multiple(value: int, step: int) -> int:

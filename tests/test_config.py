@@ -6,12 +6,13 @@ import pickle
 import re
 import warnings
 
+import numpy as np
 import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
 from hacpo_trl import HACPOConfig
-from hacpo_trl.config import METHODS
+from hacpo_trl.config import METHODS, convert_fields, converted
 
 BASE = {"output_dir": "out", "use_cpu": True, "bf16": False}
 HACPO_FIELDS = {f.name for f in dataclasses.fields(HACPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
@@ -538,6 +539,83 @@ def test_yaml_reads_5e_7_as_text_but_it_is_a_number(tmp_path, name, value):
     args.check_agents(["small"])
     assert getattr(args.for_agent("small", leader=True), name) == value
     assert getattr(parse_yaml(tmp_path, f"{name}: {text}\n"), name) == value
+
+
+# How YAML and people write a value -> what it is
+WRITTEN = [
+    ("capability_ratio_bounds", ["1e-1", "1e1"], [0.1, 10.0]),
+    ("capability_ratio_bounds", (0.1, 10), [0.1, 10]),
+    ("reward_weights", ["1e0", 2], [1.0, 2]),
+    ("reward_weights", None, None),
+    ("learning_rate", "5e-7", 5e-7),
+    ("learning_rate", np.float32(0.5), 0.5),
+    ("peer_clip_delta", "3e-1", 0.3),
+    ("peer_clip_delta", " None", None),
+    ("max_completion_length", "64", 64),
+    ("max_completion_length", "1e2", 100),
+    ("max_completion_length", 64.0, 64),
+    ("max_completion_length", np.int64(64), 64),
+    ("sampling_batch_size", "none", None),
+    ("capability_coefficient", "no", False),
+    ("capability_coefficient", 1, True),
+    ("save_strategy", False, "no"),
+    ("eval_strategy", False, "no"),
+    ("vllm_server_urls", None, None),
+    ("hub_base_model_id", "1e3", "1e3"),
+]
+
+# What is refused, and what would have to stand there
+MISWRITTEN = [
+    ("learning_rate", None, "learning_rate=None must be a number, e.g. 1e-06."),
+    ("learning_rate", "fast", "learning_rate='fast' must be a number, e.g. 1e-06."),
+    ("learning_rate", True, "learning_rate=True must be a number, e.g. 1e-06."),
+    ("peer_clip_delta", False, "peer_clip_delta=False must be a number, e.g. 0.2."),
+    (
+        "capability_ratio_bounds",
+        ["low", 10],
+        "capability_ratio_bounds=['low', 10] must be a list, each item a number.",
+    ),
+    ("capability_ratio_bounds", None, "capability_ratio_bounds=None must be a list."),
+    ("reward_weights", 1.0, "reward_weights=1.0 must be a list."),
+    ("max_completion_length", "1.5", "max_completion_length='1.5' must be a whole number, e.g. 4096."),
+    ("max_completion_length", float("inf"), "max_completion_length=inf must be a whole number"),
+    ("capability_coefficient", "maybe", "capability_coefficient='maybe' must be true or false, e.g. True."),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), WRITTEN)
+def test_one_conversion_for_all_settings(name, value, expected):
+    found = converted(HACPOConfig, name, value)
+    assert found == expected and type(found) is type(expected)
+    assert getattr(config(**{name: value}), name) == expected
+
+
+@pytest.mark.parametrize(("name", "value", "message"), MISWRITTEN)
+def test_what_no_setting_can_be(name, value, message):
+    refused(message, **{name: value})
+    if name not in ("capability_ratio_bounds", "reward_weights"):  # which all agents have in common
+        with pytest.raises(ValueError, match=re.escape(f"agent 'small': {message}")):
+            config(agent_overrides={"small": {name: value}}).for_agent("small", leader=True)
+
+
+def test_the_conversion_leaves_defaults_and_finished_settings_alone():
+    made = config()
+    before = dict(vars(made))
+    convert_fields(made)
+    assert vars(made) == before
+    for f in dataclasses.fields(HACPOConfig):
+        if f.init and f.default is not dataclasses.MISSING:
+            assert converted(HACPOConfig, f.name, f.default) is f.default, f.name
+
+
+def test_yaml_1_1_in_lists_and_strategies(tmp_path):
+    text = "capability_ratio_bounds: [1e-1, 1e1]\nreward_weights: [1e0]\nsave_strategy: no\n"
+    args = parse_yaml(tmp_path, text)
+    assert args.capability_ratio_bounds == [0.1, 10.0] and args.reward_weights == [1.0]
+    assert args.save_strategy == "no"
+    for text in ("learning_rate: null\n", "peer_clip_delta: no\n"):
+        with pytest.raises(ValueError, match="must be a number"):
+            parse_yaml(tmp_path, text)
 
 
 # -- agent_overrides --------------------------------------------------------------------------------------------------
