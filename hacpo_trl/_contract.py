@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
         "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
         "_get_train_sampler": ("dataset",),
+        "_log_completion_extra": ("column", "values"),
         "_prepare_inputs": ("generation_batch",),
         "_save_checkpoint": ("model", "trial"),
         "training_step": ("model", "inputs", "num_items_in_batch"),
@@ -58,7 +59,10 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 # Attributes of a trainer object that we read or set
-ATTRIBUTES = ("_logs", "_metrics", "_step", "_tokenizer")
+ATTRIBUTES = ("_logs", "_metrics", "_step", "_tokenizer", "reward_func_names")
+
+# ... and of one with an async reward function
+ASYNC_ATTRIBUTES = ("async_loop", "async_loop_thread")
 
 # ... and of one with use_vllm=True
 VLLM_ATTRIBUTES = (
@@ -74,9 +78,11 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "trl.trainer.grpo_trainer": ("create_model_from_path",),
     "trl.trainer.utils": (
         "create_model_from_path",
+        "get_callable_name",
         "get_config_model_id",
         "is_async_callable",
         "print_prompt_completions_sample",
+        "shutdown_event_loop_in_daemon",
     ),
     "transformers.trainer": ("TRAINER_STATE_NAME",),
     "transformers.trainer_utils": ("get_last_checkpoint", "rotate_checkpoints"),

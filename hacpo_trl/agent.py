@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.data_utils import is_conversational
-from trl.trainer.utils import is_async_callable
+from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon
 
 from .config import HACPOConfig
 from .loading import fix_absolute_positions, keep_start, reference_of
@@ -30,6 +30,7 @@ from .offload import GradientBuckets, Residency
 from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
 from .sampler import check_engine, connect, plain_generation_config, usable_logprobs
 from .sharing import Publisher, find_base
+from .team import numbered
 from .turns import Turns
 
 logger = logging.get_logger(__name__)
@@ -95,6 +96,7 @@ class HACPOAgent(GRPOTrainer):
         self.publisher = publisher
         self.buckets: GradientBuckets | None = None  # with DDP
         self.base = find_base(model, args)  # what it started from, for its card and repository
+        self.team_state: Callable[[], TrainerState] = lambda: self.state  # what reward functions get
         self._plan: list[list[Row]] = []
         self._silent: list[Counter[int]] = []
         self._graded: dict[str, Any] | None = None
@@ -115,6 +117,7 @@ class HACPOAgent(GRPOTrainer):
                 raise ConnectionError(f"agent {agent_name!r}: {error}") from error
         if self.beta != 0.0 and is_peft_model(self.model):
             keep_start(self.model)
+        self.reward_func_names = numbered(self.reward_func_names)  # logs and tables tell them apart by name
         fix_absolute_positions(self.accelerator.unwrap_model(self.model))
         self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
         self._end_id: int | None = None
@@ -124,6 +127,19 @@ class HACPOAgent(GRPOTrainer):
             residency.register(self)
         if agent_index > 0:
             self.remove_callback(PrinterCallback)  # a peer reports through the leader
+
+    def join_team(self, leader: "HACPOAgent") -> None:
+        """Takes over what reward functions see of a trainer and a team has once.
+
+        TRL gives every trainer an event loop, and a lock or a client that a function keeps belongs to the first loop
+        that uses it. `trainer_state` is the leader's, whose log is the team's.
+        """
+        if getattr(self, "async_loop", None) is not None:
+            # Not closed: TRL ends it once more at exit
+            shutdown_event_loop_in_daemon(self.async_loop_thread, self.async_loop)
+            self.async_loop, self.async_loop_thread = leader.async_loop, leader.async_loop_thread
+        self.team_state = lambda: leader.state
+        self.reward_func_names = list(leader.reward_func_names)  # a model in DeepSpeed's engine has no name any more
 
     def activate(self) -> None:
         """Makes the process ready to run this agent: before anything else of it is used.
@@ -201,10 +217,9 @@ class HACPOAgent(GRPOTrainer):
         self._graders_thread_safe = all(
             isinstance(f, nn.Module) or is_async_callable(f) or getattr(f, "thread_safe", False) for f in functions
         )
+        logged: set[str] = set()
         self.reward_funcs = [
-            function
-            if isinstance(function, nn.Module) or is_async_callable(function)
-            else functools.partial(self._call_reward, function, name, alone)
+            function if isinstance(function, nn.Module) else self._reward_call(function, name, alone, logged)
             for function, name in zip(functions, self.reward_func_names, strict=True)
         ]
         try:
@@ -241,16 +256,39 @@ class HACPOAgent(GRPOTrainer):
         self.activate()
         return result
 
-    def _call_reward(self, function: Callable[..., Any], name: str, graded: bool, *args, **kwargs) -> list[Any]:
-        call = functools.partial(function, *args, **kwargs)
-        rewards = call() if graded else self._grade(call)
-        try:
-            return [reward if reward is None else float(reward) for reward in rewards]
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"The reward function {name!r} returned {rewards!r:.80}; it has to return a list with a number or "
-                "None for each completion."
-            ) from None
+    def _reward_call(
+        self, function: Callable[..., Any], name: str, graded: bool, logged: set[str]
+    ) -> Callable[..., Any]:
+        """A reward function as TRL calls it: with the data set's columns by name, whatever their names are.
+
+        Args:
+            function: the user's, sync or async.
+            name: of the function.
+            graded: whether the call is a part of a grading that has left its turn.
+            logged: the columns that this agent's functions have logged for these completions.
+        """
+
+        def log_extra(column: str, values: list) -> None:
+            # TRL would put two functions' values into one column of twice the length, which no table can take
+            column = f"{column}/{name}" if column in logged else column
+            logged.add(column)
+            self._log_completion_extra(column, values)
+
+        # Closures without parameters of their own: a column may have any name, "self" and "function" too
+        if is_async_callable(function):
+
+            async def reward(**columns):
+                rewards = await function(**{**columns, "log_extra": log_extra, "trainer_state": self.team_state()})
+                return _as_rewards(rewards, name)
+        else:
+
+            def reward(**columns):
+                call = functools.partial(
+                    function, **{**columns, "log_extra": log_extra, "trainer_state": self.team_state()}
+                )
+                return _as_rewards(call() if graded else self._grade(call), name)
+
+        return reward
 
     def _warn_once(self, message: str) -> None:
         logger.warning_once(f"agent {self.agent_name!r}: {message}")
@@ -696,3 +734,13 @@ def _seed_of_its_own(args: HACPOConfig, agent_index: int) -> Iterator[None]:
     engine = args.use_vllm and args.vllm_mode == "colocate"  # has set a random state of its own
     if agent_index > 0 and not engine:
         set_seed(seed, device_specific=True)
+
+
+def _as_rewards(rewards: Any, name: str) -> list[float | None]:
+    try:
+        return [reward if reward is None else float(reward) for reward in rewards]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"The reward function {name!r} returned {rewards!r:.80}; it has to return a list with a number or "
+            "None for each completion."
+        ) from None

@@ -20,6 +20,9 @@ from .loading import check_trainable, find_origin, missing_folder
 
 _CHECKED_PROMPTS = 100_000  # the first prompts of a data set are all looked at
 
+# What TRL passes to reward functions besides the columns. It would put a column of that name aside, or fail
+_GRADING_ARGUMENTS = frozenset("prompts completions completion_ids trainer_state log_extra log_metric".split())
+
 # Folders of the run itself: checkpoints, kept completions, TensorBoard's files
 _RESERVED = re.compile(r"checkpoint-\d+|completions|runs", re.IGNORECASE)
 
@@ -52,6 +55,49 @@ def per_agent(value: Any, num_agents: int, name: str, *, default: Any = None) ->
     return [default if value is None else value] * num_agents
 
 
+def numbered(names: Sequence[str]) -> list[str]:
+    """Names that differ, also where case does not count: "a", "a" become "a-1", "a-2"."""
+    names, taken = list(names), {name.lower() for name in names}
+    for name in list(names):
+        alike = [i for i, other in enumerate(names) if other.lower() == name.lower()]
+        if len(alike) == 1:
+            continue
+        candidates = (f"{name}-{n}" for n in itertools.count(1))
+        for i in alike:
+            names[i] = next(candidate for candidate in candidates if candidate.lower() not in taken)
+            taken.add(names[i].lower())
+    return names
+
+
+def resolve_rewards(reward_funcs: Any, args: HACPOConfig) -> list[Any]:
+    """The reward functions as a list.
+
+    Args:
+        reward_funcs: a function, a reward model (a name or a module), or a list or tuple of them.
+        args: settings of the team.
+
+    Raises:
+        ValueError: when there is none, for what is none, and when `reward_weights` has another length.
+    """
+    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if not functions or functions == [None]:
+        raise ValueError("reward_funcs is missing: responses have to be graded, e.g. by hacpo_trl.math_reward.")
+    for i, function in enumerate(functions):
+        if isinstance(function, type) or not (isinstance(function, str) or callable(function)):
+            what = f"the class {function.__name__}" if isinstance(function, type) else repr(function)[:80]
+            raise ValueError(
+                f"reward_funcs[{i}] is {what}; it must be a function that takes completions, or a reward model. Pass "
+                "one, or a list of them."
+            )
+    weights = args.reward_weights
+    if weights is not None and len(weights) != len(functions):
+        raise ValueError(
+            f"reward_weights={weights!r} has {len(weights)} numbers for {len(functions)} reward functions; give one "
+            "for each."
+        )
+    return functions
+
+
 def resolve_names(models: Sequence[Any], agent_names: Sequence[str] | None) -> list[str]:
     """Names of the agents: as given, or the last part of each model's id, numbered where models are alike.
 
@@ -65,16 +111,7 @@ def resolve_names(models: Sequence[Any], agent_names: Sequence[str] | None) -> l
             parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip(".-") for part in str(path).split("/") if part]
             parts = [part for part in parts if not _RESERVED.fullmatch(part)]
             names.append(parts[-1] if parts and parts[-1] else f"agent-{i}")
-        taken = {name.lower() for name in names}
-        for name in list(names):
-            alike = [i for i, other in enumerate(names) if other.lower() == name.lower()]
-            if len(alike) == 1:
-                continue
-            numbered = (f"{name}-{n}" for n in itertools.count(1))
-            for i in alike:
-                names[i] = next(candidate for candidate in numbered if candidate.lower() not in taken)
-                taken.add(names[i].lower())
-        return names
+        return numbered(names)
     if isinstance(agent_names, str) or not all(isinstance(name, str) for name in agent_names):
         raise ValueError(f"agent_names={agent_names!r} must be a list of texts, one for each model.")
     names = list(agent_names)
@@ -327,6 +364,12 @@ def check_dataset(
         raise ValueError(
             f"{what} has no column 'prompt', only {', '.join(columns) or 'none'}. Rename the column that holds the "
             "problem: dataset.rename_column('problem', 'prompt')."
+        )
+    taken = sorted(_GRADING_ARGUMENTS & set(columns))
+    if taken:
+        raise ValueError(
+            f"{what} has the column {taken[0]!r}, but TRL gives reward functions something else under this name. "
+            f"Rename it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
         )
     images = sorted({"image", "images"} & set(columns))
     if images:

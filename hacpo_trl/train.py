@@ -15,14 +15,23 @@ from typing import Any, NamedTuple
 import yaml
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl.trainer.utils import get_callable_name
 
-from .config import HACPOConfig
+from .config import HACPOConfig, convert_fields
 from .data import is_local, load_problems, to_prompts
 from .loading import find_origin
 from .prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_newlines
-from .rewards import math_reward
+from .rewards import load_reward, weighted_sum
 from .sharing import check_sharing
-from .team import check_dataset, check_models, load_config, load_tokenizers, resolve_names
+from .team import (
+    check_dataset,
+    check_models,
+    load_config,
+    load_tokenizers,
+    numbered,
+    resolve_names,
+    resolve_rewards,
+)
 from .trainer import HACPOTrainer
 from .tryout import sample_team, show_prompt
 
@@ -40,6 +49,13 @@ class ScriptArguments:
     problem_column: str | None = field(default=None, metadata={"help": "Column of the problem."})
     answer_column: str | None = field(default=None, metadata={"help": "Column of the answer or solution."})
     max_problems: int | None = field(default=None, metadata={"help": "Use the first problems only."})
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["math_reward"],
+        metadata={
+            "help": "What grades: math_reward, number_reward (wants a number, no sum), module.function or "
+            "file.py:function; several are weighed by --reward_weights."
+        },
+    )
     prompt_format: str = field(
         default="auto",
         metadata={
@@ -146,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 problems = random.Random(args.seed).sample(
                     task.problems, min(script.sample_problems, len(task.problems))
                 )
-                print(sample_team(script.models, *task[:4], problems, math_reward))
+                print(sample_team(script.models, *task[:4], problems, weighted_sum(task.rewards, args.reward_weights)))
             return 0
         trainer = _build(script, args, model_args, quantization)
     except (ValueError, ImportError, FileNotFoundError, IsADirectoryError) as error:
@@ -177,6 +193,8 @@ def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelCon
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         file = words[words.index("--config") + 1]
         raise ValueError(f"{file}{place}: no YAML: {getattr(error, 'problem', None) or error}.") from None
+    convert_fields(script)
+    convert_fields(model_args)
     if not script.models:
         raise ValueError("Which models? Give --models with one Hub id or folder for each agent.")
     if isinstance(script.models, str):
@@ -228,6 +246,7 @@ class _Task(NamedTuple):
     form: PromptForm
     problems: list[dict[str, Any]] | None  # None: a data set of the Hub that a dry run does not look at
     eval_problems: list[dict[str, Any]] | None
+    rewards: list[Any]
 
 
 def _task(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, *, of_hub: bool = True) -> _Task:
@@ -244,6 +263,7 @@ def _task(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, *
     """
     names = resolve_names(script.models, script.agent_names)
     args.check_agents(names)
+    rewards = resolve_rewards(_rewards(script), args)
     configs = [args.for_agent(name, leader=i == 0, index=i) for i, name in enumerate(names)]
     check_models(script.models, names, configs, [get_peft_config(model_args)] * len(names))
     tokenizers = load_tokenizers(script.models, [None] * len(names), names, configs)
@@ -260,7 +280,12 @@ def _task(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, *
     if script.eval_dataset_file and (of_hub or is_local(script.eval_dataset_file)):
         eval_problems = load_problems(script.eval_dataset_file, **columns)
     form = _form(script, problems, names, tokenizers)
-    return _Task(names, configs, tokenizers, form, problems, eval_problems)
+    return _Task(names, configs, tokenizers, form, problems, eval_problems, rewards)
+
+
+def _rewards(script: ScriptArguments) -> list[Any]:
+    names = [script.reward_funcs] if isinstance(script.reward_funcs, str) else script.reward_funcs
+    return [load_reward(name) for name in names]
 
 
 def _build(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, quantization: Any) -> HACPOTrainer:
@@ -268,7 +293,7 @@ def _build(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, 
     print(f"Prompts: {task.form}")
     trainer = HACPOTrainer(
         models=script.models,
-        reward_funcs=math_reward,
+        reward_funcs=task.rewards,
         args=args,
         train_dataset=to_prompts(task.problems, task.form),
         eval_dataset=to_prompts(task.eval_problems, task.form) if task.eval_problems else None,
@@ -348,6 +373,7 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
             f"  {name}: {model}, learning rate {config.learning_rate:g}, micro-batches of {size} x {accumulation} an "
             f"update, responses up to {config.max_completion_length} tokens"
         )
+    lines.append(f"graded by {', '.join(numbered([get_callable_name(reward) for reward in task.rewards]))}")
     lines.append(
         f"a round: {prompts} prompts x {args.num_generations} responses = {args.generation_batch_size} of each agent"
     )

@@ -46,6 +46,7 @@ from .team import (
     resolve_names,
     resolve_optimizers,
     resolve_peft_configs,
+    resolve_rewards,
     warn_if_alone,
 )
 from .team_files import TeamFiles
@@ -64,7 +65,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
             `save_model` writes it, goes on training that adapter. The KL reference is the agent's own start: a model
             object or an adapter as it is passed.
         reward_funcs: see `GRPOTrainer`: functions (sync or async), reward models, or a list of them. Every response
-            is graded once.
+            is graded once. Async functions of all agents run in one event loop. Functions of one name are numbered.
         args: settings, by default `HACPOConfig("hacpo_output")`.
         train_dataset: prompts in the column "prompt" (texts or chats); all other columns go to the reward functions.
         eval_dataset: see `GRPOTrainer`, one or several by name; every agent is evaluated alone.
@@ -114,8 +115,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
             raise TypeError(
                 f"args must be a HACPOConfig, not {type(args).__name__}; it takes GRPOConfig's arguments, too."
             )
-        if not reward_funcs:
-            raise ValueError("reward_funcs is missing: responses have to be graded, e.g. by hacpo_trl.math_reward.")
+        reward_funcs = resolve_rewards(reward_funcs, args)
         names = resolve_names(models, agent_names)
         args.check_agents(names)
         warn_if_alone(names, args)
@@ -190,7 +190,6 @@ class HACPOTrainer(TeamLog, TeamFiles):
         models = load_adapters(models, adapters, quantizations, configs)
         quantizations = [q if isinstance(model, str) else None for q, model in zip(quantizations, models, strict=True)]
         residency = Residency(shared_tensors(models)) if args.offload_inactive_agents else None
-        reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else [reward_funcs]
         with _naming(names[0]):
             super().__init__(
                 models[0],
@@ -210,7 +209,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
                     reward_processing_classes=list(self.reward_processing_classes),
                     **arguments(i),
                 )
-            peer.reward_func_names = list(self.reward_func_names)  # a model in DeepSpeed's engine has no name any more
+            peer.join_team(self)
             peer.remove_callback(DefaultFlowCallback)
             self.agents.append(peer)
             if args.should_save:

@@ -9,6 +9,7 @@ from trl import ModelConfig
 
 from hacpo_trl import HACPOConfig, cli, evaluate, train
 from hacpo_trl.playground import shipped_agent
+from hacpo_trl.rewards import load_reward
 from hacpo_trl.train import ScriptArguments, main
 
 MODELS = [shipped_agent("tiny-char"), shipped_agent("tiny-bpe")]
@@ -91,6 +92,49 @@ def test_a_dry_run_tells_what_it_has_not_looked_at(capsys):
     assert "lab/maths: a data set of the Hub, not looked at" in plan and "2 problems to evaluate on" in plan
     assert main(["--models", *MODELS, "--dataset", "ok.jsonl", "--output_dir", "o", *SMALL, "--dry_run"]) == 0
     assert "8 problems, 2 rounds" in capsys.readouterr().out
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+GRADERS = """
+def short(completions, **columns):
+    return [float(len(completion) < 5) for completion in completions]
+
+limit = 5
+"""
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("maths_reward", "'maths_reward' is unknown; use math_reward, number_reward, module.function or file.py"),
+        ("graders.shrt", "'graders' has no function 'shrt'. Did you mean short?"),
+        ("graders.limit", "'graders.limit' is a int, not a function"),
+        ("lost.py:short", "'lost.py:short': there is no file 'lost.py'"),
+        ("nowhere.graders.short", "'nowhere.graders' cannot be imported: ModuleNotFoundError: No module named"),
+        ("broken.short", "'broken' cannot be imported: SyntaxError"),
+        ("graders.short --reward_weights 1 2", "reward_weights=[1.0, 2.0] has 2 numbers for 1 reward functions"),
+    ],
+)
+def test_reward_functions_that_are_not_there(capsys, folder, options, message, dry):
+    (folder / "graders.py").write_text(GRADERS)
+    (folder / "broken.py").write_text("def short(:")
+    assert message in said(capsys, "--reward_funcs", *options.split(), *dry)
+
+
+def test_reward_functions_by_name(capsys, folder):
+    (folder / "own.py").write_text(GRADERS)
+    (folder / "graders.py").write_text(GRADERS)
+    (folder / "run.yaml").write_text("reward_funcs: number_reward\n")
+    run = ["--models", *MODELS, "--dataset", "ok.jsonl", "--output_dir", "o", *SMALL, "--dry_run"]
+    names = ["math_reward", "graders.short", "own.py:short"]
+    assert main([*run, "--reward_funcs", *names, "--reward_weights", "1", "0.5", "0.5"]) == 0
+    assert "graded by math_reward, short-1, short-2" in capsys.readouterr().out
+    assert main([*run, "--config", "run.yaml"]) == 0
+    assert "graded by number_reward" in capsys.readouterr().out
+    assert [load_reward(name)(["1234", "12345"]) for name in names[1:]] == [[1.0, 0.0]] * 2
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

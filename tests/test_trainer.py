@@ -2,9 +2,11 @@
 
 import asyncio
 import copy
+import functools
 import logging
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate import Accelerator
@@ -21,7 +23,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from hacpo_trl import HACPOTrainer, merge_adapter
+from hacpo_trl import HACPOTrainer, MathVerifier, merge_adapter
 from hacpo_trl.loading import fix_absolute_positions
 from hacpo_trl.offload import resident_bytes
 from hacpo_trl.progress import RoundProgress
@@ -277,6 +279,65 @@ def test_attention_can_differ_by_agent(agent_folders, tmp_path):
     for agent, expected in zip(trainer.agents, ["eager", "sdpa"], strict=True):
         for model in (agent.model, agent.ref_model):
             assert model.config._attn_implementation == expected
+
+
+# Names that our own functions, or Python's, give to what they take
+COLUMNS = "name function graded self func args kwargs logged answer columns call completion column values".split()
+
+
+def test_columns_may_have_any_name_and_functions_one_name(agent_folders, tmp_path):
+    """Every column arrives under its name, in sync and async functions; functions of one name are told apart."""
+    seen, lock, states = [], asyncio.Semaphore(1), []
+
+    def grade(completions, weight, **columns):
+        seen.append(columns)
+        columns["log_extra"]("note", [str(weight)] * len(completions))
+        return [weight] * len(completions)
+
+    async def judge(completions, **columns):
+        seen.append(columns)
+        states.append(columns["trainer_state"])
+        async with lock:  # with one holder and one waiter it is bound to the loop
+            await asyncio.sleep(0)
+            return [1.0] * len(completions)
+
+    functions = (
+        functools.partial(grade, weight=2.0),
+        functools.partial(grade, weight=3.0),
+        judge,
+        functools.partial(judge),
+    )
+    columns = [name for name in COLUMNS if name not in ("answer", "completion")]
+    data = dataset(**{name: f"a {name}" for name in columns})
+    trainer = team(agent_folders, PAIR, config(tmp_path, max_rounds=1, log_completions=True), functions, data)
+    names = ["grade-1", "grade-2", "judge-1", "judge-2"]
+    assert [agent.reward_func_names for agent in trainer.agents] == [names, names]
+    trainer.train()
+    assert len(seen) == len(functions) * len(PAIR)
+    for given in seen:
+        assert {name: given[name][0] for name in columns} == {name: f"a {name}" for name in columns}
+    assert [state is trainer.state for state in states] == [True] * 4  # its log is the team's; a peer's is empty
+    assert trainer.agents[1].async_loop is trainer.async_loop
+    first = trainer.state.log_history[0]
+    for agent in PAIR:
+        assert [first[f"{agent}/rewards/{name}/mean"] for name in names] == [2.0, 3.0, 1.0, 1.0]
+    table = pq.read_table(tmp_path / "completions" / "round_00001.parquet")
+    assert set(table["rewards/grade-2"].to_pylist()) == {3.0}
+    assert set(table["note"].to_pylist()) == {"2.0"} and set(table["note/grade-2"].to_pylist()) == {"3.0"}
+
+
+def test_math_reward_takes_any_column():
+    columns = {name: ["x"] for name in COLUMNS if name != "answer"}
+    with MathVerifier(workers=1) as verifier:
+        assert verifier(completions=[r"\boxed{2}"], answer=["2"], **columns) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+)
+def test_columns_that_trl_puts_something_else_into(agent_folders, tmp_path, name):
+    with pytest.raises(ValueError, match=f"train_dataset has the column '{name}'.*rename_column"):
+        team(agent_folders, PAIR, config(tmp_path), train_dataset=dataset(**{name: "x"}))
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), float("-inf")])
@@ -711,8 +772,16 @@ def test_rewards_that_are_no_list(agent_folders, tmp_path, result):
 def test_what_is_passed_instead_of_settings(agent_folders, tmp_path):
     with pytest.raises(TypeError, match="HACPOConfig.*not dict"):
         team(agent_folders, PAIR, {"output_dir": "x"})
-    with pytest.raises(ValueError, match="reward_funcs is missing"):
-        team(agent_folders, PAIR, config(tmp_path), None)
+    for functions, message in [
+        (None, "reward_funcs is missing"),
+        ([], "reward_funcs is missing"),
+        ([digit_reward, 3], r"reward_funcs\[1\] is 3; it must be a function"),
+        (MathVerifier, r"reward_funcs\[0\] is the class MathVerifier"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            team(agent_folders, PAIR, config(tmp_path), functions)
+    with pytest.raises(ValueError, match="has 2 numbers for 1 reward functions"):
+        team(agent_folders, PAIR, config(tmp_path, reward_weights=[1, 2]))
 
 
 def test_no_card_names_a_model_that_it_does_not_know(agent_folders, tmp_path):
