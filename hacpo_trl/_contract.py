@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 
 # What the tests ran with; the same ranges stand in setup.cfg
-TESTED = {"trl": ">=1.16.0,<1.17", "transformers": ">=5.24.0,<5.25", "accelerate": ">=1.15.0,<2"}
+TESTED = {"trl": ">=1.16.0,<1.17", "transformers": ">=5.17.0,<5.25", "accelerate": ">=1.15.0,<2"}
 
 # class -> method -> the arguments that we pass or take, in order
 METHODS: dict[str, dict[str, tuple[str, ...]]] = {

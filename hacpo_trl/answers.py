@@ -294,8 +294,8 @@ def load_vllm(model: str, **kwargs: Any) -> Any:
         from vllm import LLM
     except ImportError as error:
         raise ImportError(
-            f"The engine 'vllm' needs the package vllm, which cannot be imported ({error}). Install it with pip "
-            "install 'hacpo_trl[vllm]' or use the engine 'transformers'."
+            f"The engine 'vllm' needs the package vllm, which cannot be imported ({error}). Run pip install "
+            "'vllm>=0.31,<0.32' 'transformers>=5.17,<5.18', or use the engine 'transformers'."
         ) from error
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
         raise ValueError(

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from . import serve
 from ._version import __version__
 
-_WHOLE = {"train": "hacpo_trl.train", "evaluate": "hacpo_trl.evaluate"}
+_WHOLE = {
+    "train": "hacpo_trl.train",
+    "evaluate": "hacpo_trl.evaluate",
+    "quickstart": "hacpo_trl.quickstart",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="subcommand", required=True)
     subparsers.add_parser("train", help="train a team on maths problems; hacpo train --help lists all settings")
     subparsers.add_parser("evaluate", help="evaluate models on maths benchmarks; see hacpo evaluate --help")
+    subparsers.add_parser("quickstart", help="two tiny agents learn arithmetic together, on a CPU, in minutes")
     add_serve(subparsers)
     add_report(subparsers)
     parsed = parser.parse_args(arguments)
@@ -78,7 +83,7 @@ def _report(parsed: argparse.Namespace, extra: list[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     except ImportError as error:
-        remedy = "" if "pip install" in str(error) else ': pip install "hacpo_trl[report]"'
+        remedy = "" if "pip install" in str(error) else ": pip install matplotlib pandas"
         print(f"hacpo report: error: {error}{remedy}.", file=sys.stderr)
         return 2
     return 0

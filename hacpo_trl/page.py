@@ -1,7 +1,7 @@
 """One self-contained HTML page about a run: `hacpo report RUN_DIR`.
 
 The page holds the curves of all agents, heat maps of what the agents made of each other's responses, prompts that only
-one agent got right, and the settings. It needs matplotlib and pandas: pip install "hacpo_trl[report]".
+one agent got right, and the settings. It needs matplotlib and pandas.
 """
 
 import html
@@ -153,7 +153,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ImportError('The page of a run needs matplotlib: pip install "hacpo_trl[report]"') from error
+        raise ImportError("The page of a run needs matplotlib: pip install matplotlib pandas") from error
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

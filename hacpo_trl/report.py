@@ -1,4 +1,4 @@
-"""Tables and plots of a run. Plots need matplotlib: pip install "hacpo_trl[report]"."""
+"""Tables and plots of a run. Plots need matplotlib."""
 
 import math
 from collections.abc import Sequence

@@ -77,7 +77,10 @@ def vllm_command(model: str, host: str, port: int, tensor_parallel: int, seed: i
         ServerError: without vLLM.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise ServerError("vLLM is not installed here: pip install 'hacpo_trl[vllm]'.")
+        raise ServerError(
+            "vLLM is not installed here. From a clone of hacpo_trl: pip install -e '.[vllm]'; elsewhere: "
+            "pip install 'vllm>=0.31,<0.32' 'transformers>=5.17,<5.18'."
+        )
     command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", model, "--host", host, "--port", str(port)]
     if tensor_parallel > 1:
         command += ["--tensor_parallel_size", str(tensor_parallel)]

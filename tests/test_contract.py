@@ -4,6 +4,7 @@ import ast
 import configparser
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,21 @@ def test_tested_versions_are_those_of_the_package():
     requirements = setup["options"]["install_requires"].split()
     for package, tested in _contract.TESTED.items():
         assert f"{package}{tested}" in requirements
+
+
+def test_the_package_holds_all_of_its_files():
+    """And its description has no link that leads nowhere outside of the repository."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    folders = {path.parent for path in (ROOT / "hacpo_trl").rglob("*.py")}
+    assert setup["options"]["packages"] == "find:" and all((folder / "__init__.py").exists() for folder in folders)
+    data = [pattern for pattern in setup["options.package_data"]["hacpo_trl"].split()]
+    packaged = {path for pattern in data for path in (ROOT / "hacpo_trl").glob(pattern)}
+    ignored = {".py", ".pyc"}
+    files = {path for path in (ROOT / "hacpo_trl").rglob("*") if path.is_file() and path.suffix not in ignored}
+    assert files <= packaged, files - packaged
+    page = (ROOT / setup["metadata"]["long_description"].removeprefix("file: ")).read_text(encoding="utf-8")
+    assert all(link.startswith("https://") for link in re.findall(r"\]\(([^)]*)\)", page))
 
 
 def test_other_versions_are_warned_of(monkeypatch):

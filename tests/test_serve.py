@@ -209,7 +209,7 @@ def test_the_command_fails_with_its_server(models, capsys, monkeypatch):
 
 def test_the_command_of_a_server(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ServerError, match=r"vLLM is not installed here: pip install 'hacpo_trl\[vllm\]'"):
+    with pytest.raises(ServerError, match="vLLM is not installed here. From a clone .*pip install -e"):
         vllm_command("m", "0.0.0.0", 8000, 1, 0, [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     command = vllm_command("m", "0.0.0.0", 8000, 2, 5, ["--max-model-len", "64"])

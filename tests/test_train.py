@@ -229,5 +229,5 @@ def test_a_report_without_matplotlib(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["report", str(folder)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    message = 'hacpo report: error: The page of a run needs matplotlib: pip install "hacpo_trl[report]".'
+    message = "hacpo report: error: The page of a run needs matplotlib: pip install matplotlib pandas."
     assert lines == [message]
