@@ -40,8 +40,10 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"),
         "_prepare_for_training": ("max_steps", "train_dataloader", "resume_from_checkpoint"),
         "_push_from_checkpoint": ("checkpoint_folder",),
+        "_save": ("output_dir", "state_dict"),
         "_save_optimizer_and_scheduler": ("output_dir",),
         "_save_scaler": ("output_dir",),
+        "create_accelerator_and_postprocess": (),
     },
     "trl.generation.vllm_generation.VLLMGeneration": {
         "__init__": ("model", "accelerator", "processing_class", "mode"),
@@ -84,6 +86,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         "print_prompt_completions_sample",
         "shutdown_event_loop_in_daemon",
     ),
+    "transformers.distributed.fsdp": ("is_fsdp_managed_module",),  # goes by a mark on the model, see fsdp.py
     "transformers.trainer": ("TRAINER_STATE_NAME",),
     "transformers.trainer_utils": ("get_last_checkpoint", "rotate_checkpoints"),
 }

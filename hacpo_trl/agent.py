@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
-from trl import GRPOTrainer
 from trl.data_utils import is_conversational
 from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon
 
 from .config import HACPOConfig
+from .fsdp import FSDPAgent
 from .loading import fix_absolute_positions, keep_start, reference_of
 from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
@@ -40,7 +40,7 @@ _SEED_STRIDE = 1_000_003  # farther apart than processes, to whose seeds their n
 Shares = dict[tuple[int, str], float]
 
 
-class HACPOAgent(GRPOTrainer):
+class HACPOAgent(FSDPAgent):
     """Changes in GRPOTrainer: trains on a plan of micro-batches that holds the responses of all agents of a team.
 
     It samples and grades as GRPOTrainer does, reads its peers' responses in its own tokens, and has HACPO's loss. An
@@ -144,7 +144,7 @@ class HACPOAgent(GRPOTrainer):
     def activate(self) -> None:
         """Makes the process ready to run this agent: before anything else of it is used.
 
-        With DeepSpeed its plugin becomes the process's current one: else the agent would run with another's
+        With DeepSpeed or FSDP its plugin becomes the process's current one: else the agent would run with another's
         accumulation, clipping and bucket sizes, and nothing would fail. With `offload_inactive_agents` its states come
         back to the device, and the other agents' go to sleep.
         """
@@ -155,6 +155,7 @@ class HACPOAgent(GRPOTrainer):
             backend.set_device(device)
         if self.is_deepspeed_enabled:
             AcceleratorState().select_deepspeed_plugin(self.agent_name)
+        self.restore_plugin()
         if self.residency is not None:
             self.residency.wake(self)
 
@@ -170,6 +171,7 @@ class HACPOAgent(GRPOTrainer):
             The responses, on the CPU.
         """
         self.activate()
+        self.reshard()
         started, waited = time.perf_counter(), self.turns.waited()
         self.model_wrapped.train()  # TRL reads from the model's mode whether it samples for training
         with self._without_spare_logps():
@@ -661,8 +663,8 @@ class HACPOAgent(GRPOTrainer):
             done += 1
             is_update = done % accumulation == 0
             gradient_state._set_sync_gradients(is_update)
-            deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-            if is_update or deepspeed:
+            syncs = gradient_state.plugin_kwargs.get("sync_each_batch", False)
+            if is_update or syncs or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
                 context = contextlib.nullcontext()
             else:
                 context = self.accelerator.no_sync(model=self.model_wrapped)

@@ -18,6 +18,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import create_model_from_path
 
 from .config import HACPOConfig
+from .fsdp import uses_fsdp
 
 _REFERENCE = "ref"  # TRL's name of the frozen adapter that is the KL reference
 _SHOWN = 6  # so many folders are listed in an error
@@ -127,7 +128,7 @@ def load_adapters(
     """Loads the agents that are given by an adapter's path, and what several adapters are trained on, once.
 
     Agents with a new adapter (`peft_configs`) and agents that go on with a saved one share a base when it is the same
-    model, loaded alike, and none of the adapters changes it.
+    model, loaded alike, and none of the adapters changes it; with FSDP they do not.
 
     Args:
         models: one per agent; those given by id or folder can share.
@@ -149,7 +150,8 @@ def load_adapters(
         if adapter is None:
             continue
         origins[i] = origin
-        alone = i if changes_base(adapter) else None
+        # FSDP cuts the parameters of every tree of modules by themselves
+        alone = i if changes_base(adapter) or uses_fsdp(configs[i]) else None
         base = os.path.realpath(origin.base) if os.path.isdir(origin.base) else origin.base
         kwargs = {**(configs[i].model_init_kwargs or {}), **origin.arguments}
         groups.setdefault(repr((base, kwargs, quantizations[i], alone)), []).append(i)

@@ -7,13 +7,15 @@ Bytes for every trained parameter, on N GPUs, with AdamW:
 | one process or DDP | 4 | 4 | 8 | 4 |
 | ZeRO-2 | 2 | 2 / N | 12 / N | 2 |
 | ZeRO-3 | 2 / N | 2 / N | 12 / N | 2 / N |
+| FSDP2 | 4 / N | 4 / N | 8 / N | 4 / N |
 
 Without DeepSpeed TRL loads float32 weights and computes under bfloat16 autocast; Adam holds two float32 moments. With
 `dtype=bfloat16` (`weight_bytes=2`) all of these are halved. DDP's buckets hold the gradients, and stay while sampling;
 without gradient checkpointing gradients lie beside them, 4 more.
 DeepSpeed holds bfloat16 weights and gradients, and a float32 master copy with two moments; buckets are assumed to be
-small, as in examples/configs. Under ZeRO-2 TRL replicates the reference. With LoRA the frozen base costs 2
-(`dtype=bfloat16`, or DeepSpeed) or 4 (TRL's default), serves as the reference, and is held once for equal models.
+small, as in examples/configs. Under ZeRO-2 TRL replicates the reference. FSDP2 holds float32 weights and computes in
+bfloat16. With LoRA the frozen base costs 2 (`dtype=bfloat16`, or DeepSpeed) or 4 (TRL's default), serves as the
+reference, and is held once for equal models, but under FSDP2 once for every agent.
 
 On top comes the largest of these, for one agent at a time, because agents sample and learn in turn:
 
@@ -24,6 +26,9 @@ On top comes the largest of these, for one agent at a time, because agents sampl
 * sampling by transformers' generate: the KV cache at full length, and 14 bytes a row and word for logits and
   probabilities. ZeRO-3 gathers all weights. Gradients are free, but for DDP's buckets and ZeRO-3's partitions;
 * sending weights to a vLLM server (rank 0): two packed buffers, each of 1 GiB and at most one weight more.
+
+FSDP2 gathers two layers at a time, and the embeddings and the head for a whole pass, with 2 bytes a parameter; their
+gradients take 6 until they are reduced. TRL gathers a reference in one piece, which takes 4.
 
 `offload_optimizer` puts the optimizer's states, under ZeRO-3 also the gradients' partitions, into the CPU's memory.
 `offload_inactive` leaves on the GPU only the agent at work: the largest need of one agent counts, not the sum.
@@ -213,6 +218,7 @@ def estimate(
     num_gpus: int,
     *,
     zero_stage: int = 0,
+    fsdp: bool = False,
     lora_rank: int | None = None,
     lora_targets: Sequence[str] = LORA_TARGETS,
     offload_inactive: bool = False,
@@ -230,6 +236,7 @@ def estimate(
         agents: the team, see `AgentShape.from_config` and `PAPER_MODELS`.
         num_gpus: N.
         zero_stage: 2 or 3, or 0 without DeepSpeed.
+        fsdp: whether FSDP2 shards, instead of DeepSpeed.
         lora_rank: rank of the adapters, or None for full training.
         lora_targets: adapted modules; by default all linear ones.
         offload_inactive: whether only the agent at work is on the GPU.
@@ -244,25 +251,30 @@ def estimate(
             DeepSpeed has its own.
 
     Raises:
-        ValueError: for another ZeRO stage, or an optimizer that is offloaded without DeepSpeed.
+        ValueError: for another ZeRO stage, an optimizer offloaded without DeepSpeed, or FSDP2 with one of them.
     """
     if zero_stage not in (0, 2, 3) or (offload_optimizer and not zero_stage):
         raise ValueError(f"zero_stage={zero_stage} is not 0, 2 or 3, or is 0 with offload_optimizer=True.")
-    full, plain, ddp = lora_rank is None, zero_stage == 0, zero_stage == 0 and num_gpus > 1
+    if fsdp and (zero_stage or offload_inactive):
+        raise ValueError("fsdp=True goes neither with a zero_stage nor with offload_inactive=True.")
+    full, plain = lora_rank is None, zero_stage == 0 and not fsdp
+    ddp = plain and num_gpus > 1
     autocast = plain and weight_bytes == 4
     flow = "lora" if plain and not full else "float32" if autocast else "bfloat16"
-    width, share = (weight_bytes if full else 4, 1.0) if plain else (2, 1 / num_gpus)
-    base_width = weight_bytes if plain else 2
-    weight_share = share if zero_stage == 3 else 1.0
+    width = 2 if zero_stage else weight_bytes if plain and full else 4
+    share = 1.0 if plain else 1 / num_gpus
+    base_width = 2 if zero_stage else 4 if fsdp and full else weight_bytes
+    weight_share = share if zero_stage == 3 or fsdp else 1.0
     sharded = zero_stage == 3 and num_gpus > 1
     result, bases = [], set()
     for shape in agents:
         total = shape.parameters
         trained = total if full else shape.adapter_parameters or shape.lora_parameters(lora_rank, lora_targets)
-        weights = (width * trained + (0 if full or shape in bases else base_width * total)) * weight_share
+        base = 0 if full or (shape in bases and not fsdp) else base_width * total
+        weights = (width * trained + base) * weight_share
         bases.add(shape)
-        optimizer = 0 if offload_optimizer else (2 * width if plain else 12) * trained * share
-        frozen = width * total * weight_share if reference and full else 0
+        optimizer = 0 if offload_optimizer else (12 if zero_stage else 2 * width) * trained * share
+        frozen = (weight_bytes if fsdp else width) * total * weight_share if reference and full else 0
         gradients = (
             0
             if zero_stage == 3 and offload_optimizer
@@ -277,8 +289,16 @@ def estimate(
         tied = width * table if full and shape.tied else 0
         sending = 0 if sample_rows else min(base_width * total, 2 * (GIB + base_width * table))
         live, gathered = (2 * min(total, 10**9), 2 * total) if sharded else (0, cast)
-        step = 0 if plain or offload_optimizer else 4 * share * min(trained, 10**9 if zero_stage == 3 else trained)
-        learning = max(kept + max(layer + tied, head, cast) + live, step)
+        whole = 0  # what is gathered of a reference
+        if fsdp:
+            ends = table * (1 if shape.tied else 2)
+            layer_parameters = (total - ends) / shape.num_layers
+            gathered = 2 * (ends + 2 * layer_parameters)
+            live = gathered + (6 * max(ends, layer_parameters) if full else 0)
+            whole, tied = 4 * total if reference and full else 0, 0
+        step = 4 * share * min(trained, 10**9 if zero_stage == 3 else trained)
+        step = step if zero_stage and not offload_optimizer else 0
+        learning = max(kept + max(layer + tied, head, cast) + live, step, whole)
         held, work = (weights, optimizer, frozen, gradients, idle), (kept + layer, head, row, sample_rows * row)
         result.append(AgentMemory(shape.name, *held, *work, gathered, learning, sending))
     return TeamMemory(result, offload_inactive)
@@ -289,6 +309,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"zero_stage": 2},
     "ZeRO-3": {"zero_stage": 3},
     "ZeRO-3, optimizer offload": {"zero_stage": 3, "offload_optimizer": True},
+    "FSDP2": {"fsdp": True},
     "LoRA, DDP": {"lora_rank": 16, "weight_bytes": 2},
 }
 
@@ -301,7 +322,7 @@ def table(agents: Sequence[AgentShape], gpus: Sequence[int] = (1, 2, 4, 8), limi
     lines = ["| setup | offload_inactive_agents | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in gpus) + " |"]
     lines.append("|---|---|" + "---|" * len(gpus))
     for name, setup in SETUPS.items():
-        for offload in (False, True):
+        for offload in (False,) if setup.get("fsdp") else (False, True):
             cells = []
             for n in gpus:
                 team = estimate(agents, n, offload_inactive=offload, **{**kwargs, **setup})

@@ -212,7 +212,9 @@ class TeamFiles(HACPOAgent):
         super()._save_scaler(self._folder(output_dir, self.agent_name))
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(self._folder(resume_from_checkpoint, self.agent_name), model)
+        if not self.is_fsdp_enabled:  # there it is called with the agent's folder, see `_prepare_for_training`
+            resume_from_checkpoint = self._folder(resume_from_checkpoint, self.agent_name)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
         best = self.state.best_model_checkpoint

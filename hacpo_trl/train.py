@@ -19,6 +19,7 @@ from trl.trainer.utils import get_callable_name
 
 from .config import HACPOConfig, convert_fields
 from .data import is_local, load_problems, to_prompts
+from .fsdp import check_fsdp, own_plugin, uses_fsdp
 from .loading import find_origin
 from .prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_newlines
 from .rewards import load_reward, weighted_sum
@@ -360,6 +361,7 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     task = _task(script, args, model_args, of_hub=False)
     names, configs, count = task.names, task.configs, len(task.names)
     adapters = [get_peft_config(model_args)] * count
+    check_fsdp(configs, adapters, [get_quantization_config(model_args)] * count)
     repositories = check_sharing(script.models, names, args, configs, adapters)
 
     processes = args.world_size
@@ -418,6 +420,7 @@ def _memory(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig)
     from .memory import GIB, AgentShape, estimate
 
     plugin, adapter = args.deepspeed_plugin, get_peft_config(model_args)
+    sharding = own_plugin(args) if uses_fsdp(args) else None
     try:
         team = estimate(
             [
@@ -428,6 +431,7 @@ def _memory(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig)
             zero_stage=0 if plugin is None else plugin.zero_stage,
             lora_rank=None if adapter is None else model_args.lora_r,
             offload_inactive=args.offload_inactive_agents,
+            fsdp=sharding is not None,
             offload_optimizer=plugin is not None and plugin.offload_optimizer_device not in (None, "none"),
             reference=args.beta != 0,
             micro_batch=args.per_device_train_batch_size,
@@ -435,7 +439,7 @@ def _memory(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig)
             sample_rows=0
             if args.use_vllm
             else min(args.rows_per_round, args.sampling_batch_size or args.rows_per_round),
-            checkpointing=bool(args.gradient_checkpointing),
+            checkpointing=bool(args.gradient_checkpointing or (sharding and sharding.activation_checkpointing)),
             weight_bytes=2 if "16" in str((args.model_init_kwargs or {}).get("dtype")) else 4,
         )
     except Exception as error:  # of any model's code

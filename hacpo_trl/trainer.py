@@ -28,6 +28,7 @@ from .capability import CapabilityTracker
 from .checkpoint import check_checkpoint
 from .completions import CompletionTables
 from .config import HACPOConfig
+from .fsdp import check_fsdp
 from .loading import check_optimizer, check_trainable, load_adapters, shared_tensors, use_default_adapter
 from .objective import capability_aware_advantages
 from .offload import Residency
@@ -120,14 +121,10 @@ class HACPOTrainer(TeamLog, TeamFiles):
         args.check_agents(names)
         warn_if_alone(names, args)
         configs = [args.for_agent(name, leader=i == 0, index=i) for i, name in enumerate(names)]
-        if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-            raise ValueError(
-                "FSDP is not supported: accelerate has one FSDP plugin a process, a team needs one for each agent. "
-                "Use DeepSpeed: accelerate launch --config_file examples/configs/zero3.yaml ..."
-            )
         count = len(models)
         adapters = resolve_peft_configs(peft_configs, models, names)
         quantizations = per_agent(quantization_configs, count, "quantization_configs")
+        check_fsdp(configs, adapters, quantizations, optimizers)
         optimizers = resolve_optimizers(optimizers, count)
         if args.offload_inactive_agents:
             check_offload(configs, quantizations)
@@ -301,7 +298,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
 
     def _load_finished(self, checkpoint: str, global_step: int) -> TrainOutput:
         """A run that is over: its agents are loaded, nothing is trained. `Trainer.train` would take a step more."""
-        if self.is_deepspeed_enabled:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(f"{checkpoint!r} is of a finished run: load its agents' folders, or raise max_rounds.")
         warnings.warn(f"{checkpoint!r} is of a finished run: its agents are loaded, nothing is trained.", stacklevel=3)
         for agent in self.agents:

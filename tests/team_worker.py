@@ -24,6 +24,9 @@ torch.set_num_threads(1)
 with open(sys.argv[1]) as file:
     SETTINGS = json.load(file)
 
+import transformers.training_args
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from conftest import config, dataset, digit_reward
 from peft import LoraConfig
 from stand_in import StandInClient, StandInServer
@@ -33,6 +36,11 @@ import hacpo_trl.agent
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.offload import resident_bytes
 from hacpo_trl.progress import RoundProgress
+
+if "fsdp" in SETTINGS:  # accelerate shards only where there are GPUs: the CPUs pass for them
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", **SETTINGS["fsdp"])
+    PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 _randperm = torch.randperm
 torch.randperm = lambda n, *args, generator=None, **kwargs: (
@@ -123,13 +131,13 @@ def watch_memory(trainer):
     return seen
 
 
-def main():
+def build(output_dir=SETTINGS["output_dir"], **changes):
     adapters = None
     if SETTINGS.get("lora"):
         adapters = [
             LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None for lora in SETTINGS["lora"]
         ]
-    args = config(SETTINGS["output_dir"], **SETTINGS["config"])
+    args = config(output_dir, **{**SETTINGS["config"], **changes})
     trainer = HACPOTrainer(
         SETTINGS["models"],
         digit_reward,
@@ -139,8 +147,13 @@ def main():
         peft_configs=adapters,
     )
     trainer.remove_callback(RoundProgress)
+    return trainer
+
+
+def main():
+    trainer = build()
     kill_points(trainer)
-    memory = watch_memory(trainer)
+    memory = {} if "fsdp" in SETTINGS else watch_memory(trainer)  # its shards have no storages of their own
     trainer.train(resume_from_checkpoint=SETTINGS.get("resume"))
     trainer.save_model(os.path.join(SETTINGS["output_dir"], "final"))
     if trainer.accelerator.is_main_process:
@@ -156,12 +169,17 @@ def main():
         ]
         with open(os.path.join(SETTINGS["output_dir"], "report.json"), "w") as file:
             json.dump(report, file, default=str)
+    return trainer
 
 
-if __name__ == "__main__":
-    main()
+def leave():
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sys.stdout.flush()
         os._exit(0)  # now and then a thread of gloo aborts the interpreter's own way out
+
+
+if __name__ == "__main__":
+    main()
+    leave()

@@ -12,9 +12,11 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -129,11 +131,14 @@ def test_partition_by_hand():
     assert parts(zero_stage=3, reference=False) == (500, 500, 3000, 0)
     assert parts(zero_stage=3, offload_optimizer=True) == (500, 0, 0, 500)
     assert parts(zero_stage=2, offload_optimizer=True) == (2000, 500, 0, 2000)
+    assert parts(fsdp=True) == (1000, 1000, 2000, 1000)
     # rank 1: q 16, k 12, v 12, o 16, gate 24, up 24, down 24 = 128; no reference
     assert TINY.lora_parameters(1) == 128
     assert parts(lora_rank=1) == (4000 + 512, 512, 1024, 0)  # TRL loads the base in float32
     assert parts(lora_rank=1, weight_bytes=2) == (2000 + 512, 512, 1024, 0)
     assert parts(lora_rank=1, zero_stage=3) == ((2000 + 256) / 4, 64, 384, 0)
+    assert parts(lora_rank=1, fsdp=True, weight_bytes=2) == ((2000 + 512) / 4, 128, 256, 0)
+    assert parts(fsdp=True, weight_bytes=2) == (1000, 1000, 2000, 500)  # trained weights are float32
 
 
 def test_activations_logits_and_cache_by_hand():
@@ -160,6 +165,24 @@ def test_totals_by_hand():
 def test_agents_of_one_model_share_the_frozen_base():
     one, two = estimate([TINY, TINY], 1, lora_rank=1, weight_bytes=2).agents
     assert one.weights == 2512 and two.weights == 512
+    one, two = estimate([TINY, TINY], 1, lora_rank=1, fsdp=True, weight_bytes=2).agents
+    assert one.weights == two.weights == 2512
+
+
+def test_what_fsdp_gathers_by_hand():
+    """The embeddings, tied to the head, have 400 parameters, and the layer the other 600."""
+    small = {"micro_batch": 1, "length": 1, "fsdp": True}
+    kept, layer = TINY.activation_bytes(1, 1)
+    work = kept + max(layer, TINY.head_bytes(1))
+    agent = estimate([TINY], 4, reference=False, **small).agents[0]
+    assert agent.gathered == 2 * (400 + 2 * 600) and agent.idle_gradients == 0
+    assert agent.learning == work + agent.gathered + 6 * 600
+    untied = estimate([replace(TINY, tied=False)], 4, reference=False, **small).agents[0]
+    assert untied.learning == work + 2 * (800 + 2 * 200) + 6 * 800
+    deep = AgentShape("deep", 6400, 50, 8, 16, 10, 2, 1, 4)  # the reference is gathered in one piece
+    assert estimate([deep], 4, **small).agents[0].learning == 4 * 6400
+    with pytest.raises(ValueError, match="fsdp"):
+        estimate([TINY], 4, offload_inactive=True, **small)
 
 
 def test_a_tied_head_and_the_buffers_of_a_server():
@@ -254,9 +277,8 @@ def test_no_estimate_is_no_failure(tmp_path, capsys):
     for kind, expected in (("mamba", "no estimate (a model of the type 'mamba'"), ("gpt2", "GiB")):
         folder = tmp_path / kind
         tokenizer.save_pretrained(folder)
-        AutoConfig.for_model(kind, **FAMILIES.get(kind, ({"hidden_size": 64, "vocab_size": 100},))[0]).save_pretrained(
-            folder
-        )
+        sizes = FAMILIES.get(kind, ({"hidden_size": 64, "vocab_size": 100},))[0]
+        AutoConfig.for_model(kind, **sizes, bos_token_id=0, eos_token_id=1).save_pretrained(folder)
         assert main(["--models", str(folder), *run]) == 0
         assert expected in capsys.readouterr().out
 
@@ -289,7 +311,7 @@ def test_refuses_what_does_not_exist():
 def test_table():
     lines = table([PAPER_MODELS[name] for name in PAPER_PAIRS[0]], gpus=(1, 8)).splitlines()
     assert lines[0] == "| setup | offload_inactive_agents | 1 GPU | 8 GPUs |"
-    assert len(lines) == 2 + 2 * len(SETUPS)
+    assert len(lines) == 2 + 2 * len(SETUPS) - 1  # agents do not sleep under FSDP2
     team = estimate([PAPER_MODELS[name] for name in PAPER_PAIRS[0]], 8, zero_stage=3)
     assert f"**{team.total / GIB:.0f}** ({team.rows_to_sample(72 * GIB)})" in lines[6]
 
@@ -303,6 +325,8 @@ def test_accelerate_reads(name, monkeypatch):
     assert loaded.num_processes == {"single_gpu": 1, "zero3_two_nodes": 16}.get(name, 8)
     if not name.startswith("zero"):
         assert loaded.mixed_precision == "bf16"
+        if name == "fsdp2":
+            _check_fsdp_plugin(loaded.fsdp_config, monkeypatch)
         return
     pytest.importorskip("deepspeed")
     # What accelerate launch passes on; with a JSON file it refuses settings that stand in both
@@ -321,6 +345,17 @@ def test_accelerate_reads(name, monkeypatch):
         assert plugin.deepspeed_config[key] == "auto"
     assert plugin.zero3_init_flag == (name != "zero2")
     assert plugin.zero3_save_16bit_model == (name != "zero2")
+
+
+def _check_fsdp_plugin(settings, monkeypatch):
+    """What accelerate launch passes on."""
+    for key, value in settings.items():
+        monkeypatch.setenv(key.upper(), str(value).lower() if isinstance(value, bool) else str(value))
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy and plugin.transformer_cls_names_to_wrap is None
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    assert not plugin.cpu_ram_efficient_loading and not plugin.activation_checkpointing
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +388,7 @@ def test_runs_have_the_recipe_of_the_paper(name, script_arguments, tmp_path):
 
 
 def test_every_configuration_is_tested():
-    assert set(LAUNCHES) == {"single_gpu", "ddp", "zero2", "zero3", "zero3_offload", "zero3_two_nodes"}
+    assert set(LAUNCHES) == {"single_gpu", "ddp", "fsdp2", "zero2", "zero3", "zero3_offload", "zero3_two_nodes"}
     for path in CONFIGS.glob("*.json"):
         assert "zero_optimization" in json.loads(path.read_text())
     for name in (*LAUNCHES, *RUNS):

@@ -1,6 +1,7 @@
-"""Two processes equal one, with DDP and with DeepSpeed on a CPU; killed runs resume and end at the same weights."""
+"""Two processes equal one, with DDP, DeepSpeed and FSDP2 on a CPU; killed runs resume and end at the same weights."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacpo_trl.page import completion_tables
 
@@ -32,7 +34,7 @@ COMMON = {
 }
 
 
-def run(folder, agent_folders, processes, *, launcher=(), expect=0, environment=None, **settings):
+def run(folder, agent_folders, processes, *, worker=WORKER, expect=0, environment=None, **settings):
     """Runs the worker; returns each agent's saved weights and the report, with its tables of completions."""
     folder.mkdir(parents=True, exist_ok=True)
     changes = dict(settings.pop("config", {}))
@@ -50,7 +52,7 @@ def run(folder, agent_folders, processes, *, launcher=(), expect=0, environment=
         **settings,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
-    command = [sys.executable, *launcher, str(WORKER), str(folder / "settings.json")]
+    command = [sys.executable, str(worker), str(folder / "settings.json")]
     if processes > 1:
         settings["config"].setdefault("ddp_backend", "gloo")
         (folder / "settings.json").write_text(json.dumps(settings))
@@ -235,6 +237,77 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert report["capability"] == expected_report["capability"]
     for ours, theirs in zip(report["completions"], expected_report["completions"], strict=True):
         pandas.testing.assert_frame_equal(ours, theirs, check_exact=False, atol=1e-5)
+
+
+FSDP = {
+    # What `accelerate launch` makes of fsdp2.yaml, and the arguments
+    "launcher": (
+        {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        },
+        {},
+    ),
+    "arguments": (
+        {},
+        {
+            "fsdp": True,
+            "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"},
+            "gradient_checkpointing": True,
+            "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("by", "kind"), [("launcher", "lora"), ("arguments", "full")])
+def test_fsdp_equals_one_process(agent_folders, tmp_path, single, by, kind):
+    """Two processes that hold half of everything; saved, resumed, generating, and giving vLLM whole weights."""
+    environment, settings = FSDP[by]
+    lora = {"lora": [True, False]} if kind == "lora" else {}
+    settings = {**settings, "use_cpu": False, "save_strategy": "steps", "save_steps": 2}
+    worker = WORKER.with_name("fsdp_worker.py")
+    weights, report = run(tmp_path, agent_folders, 2, worker=worker, fsdp=environment, config=settings, **lora)
+    expected, expected_report = single[kind]
+    assert_same(expected, weights, atol=2e-5)
+    assert report["capability"] == expected_report["capability"]
+    out, names = tmp_path / "out", ["char", "bpe"]
+
+    def saved(folder):
+        return [load(out / folder / name) for name in names]
+
+    assert_same(weights, saved("resumed"), atol=0)
+    assert_same(saved("checkpoint-2"), saved("best"), atol=0)
+    with pytest.raises(AssertionError):
+        assert_same(weights, saved("best"), atol=1e-3)
+    for rank in range(2):
+        told = json.loads((out / f"fsdp-{rank}.json").read_text())
+        assert told["plugins"] == 2
+        assert told["held"] == pytest.approx([0.5, 0.5], abs=0.01)
+        assert told["reference held"] == [None if kind == "lora" else pytest.approx(0.5, abs=0.01), 0.5]
+        for name, tokens in zip(names, told["greedy"], strict=True):
+            whole = whole_model(out / "final" / name)
+            prompt = AutoTokenizer.from_pretrained(out / "final" / name)(f"{12 + rank} + 7 =", return_tensors="pt")
+            length = 3 + 6 * rank
+            ours = whole.generate(**prompt, do_sample=False, min_new_tokens=length, max_new_tokens=length)
+            assert ours[0].tolist() == tokens
+            synced = torch.load(out / f"synced-{name}-{rank}.pt")
+            assert whole.state_dict().keys() - synced.keys() == {"lm_head.weight"}  # tied
+            for key, value in synced.items():
+                torch.testing.assert_close(value, whole.state_dict()[key], atol=1e-6, rtol=0)
+        if by == "arguments":  # float32 log-probabilities that no policy has rounded; weights handed on whole
+            assert told["bf16"]["types"] == ["(torch.float32, False)"]
+            assert all(math.isfinite(value) for value in told["bf16"]["history"].values())
+            initial = [load(Path(agent_folders[name])) for name in names]
+            assert_same(initial, saved("bf16"), atol=0)
+
+
+def whole_model(folder):
+    if (folder / "adapter_model.safetensors").exists():
+        return AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_failing_rank_stops_the_run_at_once(agent_folders, tmp_path):
