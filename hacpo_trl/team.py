@@ -304,8 +304,9 @@ def _check_ids(model: Any, tokenizer: PreTrainedTokenizerBase, size: int, name: 
             generation = None
     else:
         config, generation = model.config, model.generation_config
-    owners = {"tokenizer": tokenizer, "config": config.get_text_config(), "generation_config": generation}
-    for where, owner in owners.items():
+    # What a model's config says counts only where it has no generation_config
+    settings = ("config", config.get_text_config()) if generation is None else ("generation_config", generation)
+    for where, owner in (("tokenizer", tokenizer), settings):
         for kind in ("pad_token_id", "eos_token_id"):
             value = getattr(owner, kind, None)
             for number in value if isinstance(value, (list, tuple)) else [value]:

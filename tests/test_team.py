@@ -645,10 +645,13 @@ def test_tokens_without_an_embedding(folders, tmp_path):
         message = message_of(ValueError, tokenizers_of, [folders[1], model])
         assert f"'agent1': the pad_token_id of its tokenizer, {size} ('[PAD]'), is outside" in message
     assert tokenizers_of([agent(resized)])[0].pad_token_id == size
-    for where, kind in (("config", "eos_token_id"), ("generation_config", "eos_token_id")):
-        folder = agent(lambda built, tokens, w=where, k=kind: setattr(getattr(built, w), k, [1, size + 3]))
+    for where in ("config", "generation_config"):
+        folder = agent(lambda built, tokens, w=where: setattr(getattr(built, w), "eos_token_id", [1, size + 3]))
+        if where == "config":
+            assert tokenizers_of([folder])  # its generation_config is what counts
+            pathlib.Path(folder, "generation_config.json").unlink()
         message = message_of(ValueError, tokenizers_of, [folder])
-        assert f"the {kind} of its {where}, {size + 3}, is" in message
+        assert f"the eos_token_id of its {where}, {size + 3}, is" in message
     built = build_agent(SPECS["char"])[0]
     built.generation_config.eos_token_id = size
     assert f"generation_config, {size}," in message_of(ValueError, tokenizers_of, [built], [tokenizer()])
