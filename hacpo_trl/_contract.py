@@ -86,7 +86,6 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         "print_prompt_completions_sample",
         "shutdown_event_loop_in_daemon",
     ),
-    "transformers.distributed.fsdp": ("is_fsdp_managed_module",),  # goes by a mark on the model, see fsdp.py
     "transformers.trainer": ("TRAINER_STATE_NAME",),
     "transformers.trainer_utils": ("get_last_checkpoint", "rotate_checkpoints"),
 }

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, is_peft_model, parse_flag_from_env
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 from trl import GRPOTrainer
@@ -162,15 +161,6 @@ class FSDPAgent(GRPOTrainer):
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        result = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self.fsdp_plugin is not None:
-            # `generate` does not know accelerate's FSDP2: a process whose responses have all ended would stop, and
-            # the others wait for its shards
-            model: nn.Module = self.model.get_base_model() if is_peft_model(self.model) else self.model
-            model._is_fsdp_managed_module = True
-        return result
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """See `Trainer.save_model`. Whole weights are written whatever the type of FSDP's own files."""

@@ -23,7 +23,7 @@ def share_held(model):
 
 @torch.no_grad()
 def greedy(agent):
-    """Responses of unequal length: this process's own end after 3 or 9 tokens."""
+    """Responses of unequal length, 3 and 9 tokens: the shards of both processes are needed to the end."""
     agent.activate()
     rank = agent.accelerator.process_index
     ids = agent._tokenizer(f"{12 + rank} + 7 =", return_tensors="pt")
