@@ -17,6 +17,7 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "trl.GRPOTrainer": {
         "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
         "_compute_loss": ("model", "inputs"),
+        "_generate": ("prompts",),
         "_generate_and_score_completions": ("inputs",),
         "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations"),
         "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),

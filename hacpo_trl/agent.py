@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, is_peft_model, set_seed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PrinterCallback, TrainerState
+from transformers import PrinterCallback, StoppingCriteriaList, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 from trl.data_utils import is_conversational
@@ -27,10 +27,12 @@ from .loading import fix_absolute_positions, keep_start, reference_of
 from .metrics import UpdateStatistics
 from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
 from .offload import GradientBuckets, Residency
-from .rollouts import Rollout, Row, collate, encode_responses, end_of_response_id, own_rows, peer_rows, plan_round
+from .rollouts import Rollout, Row, collate, own_rows, peer_rows, plan_round
 from .sampler import check_engine, connect, plain_generation_config, usable_logprobs
 from .sharing import Publisher, find_base
+from .stops import StopAtTexts, before_stop, cut_at_stop
 from .team import numbered
+from .texts import ResponseTexts, encode_responses, end_of_response_id, find_leads, response_texts
 from .turns import Turns
 
 logger = logging.get_logger(__name__)
@@ -100,12 +102,16 @@ class HACPOAgent(FSDPAgent):
         self._plan: list[list[Row]] = []
         self._silent: list[Counter[int]] = []
         self._graded: dict[str, Any] | None = None
+        self._stopped: list[bool] = []
+        self._sampled: dict[str, Any] = {}
         self._graders_thread_safe = False
         self._losses: list[float] = []
         self.grad_norms: list[Any] = []  # of the updates of the running round, before clipping
         self._final_step: int | None = None
         self._round_start = 0
         self.timings: dict[str, float] = defaultdict(float)  # seconds by phase, of the whole run
+        if args.use_vllm and args.stop_texts:
+            args.generation_kwargs = {**(args.generation_kwargs or {}), "stop": list(args.stop_texts)}
         if args.deepspeed_plugin is not None:
             # Accelerate knows one DeepSpeed plugin a process; every agent has its own, see `activate`
             AcceleratorState._reset_state()
@@ -174,9 +180,10 @@ class HACPOAgent(FSDPAgent):
         self.reshard()
         started, waited = time.perf_counter(), self.turns.waited()
         self.model_wrapped.train()  # TRL reads from the model's mode whether it samples for training
-        with self._without_spare_logps():
+        with self._without_spare_logps(), self._without_masking_stopped():
             output = self._generate_and_score_completions(inputs)
         graded, self._graded = self._graded, None
+        finished = self._sampled["finished"]
 
         masks = output["completion_mask"].bool().cpu()
         lengths = [len(ids) for ids in graded["completion_ids"]]
@@ -192,12 +199,15 @@ class HACPOAgent(FSDPAgent):
                 for ids, mask in zip(output["prompt_ids"].cpu(), output["prompt_mask"].cpu(), strict=True)
             ],
             completion_ids=[torch.tensor(ids, dtype=torch.long) for ids in graded["completion_ids"]],
-            texts=self._tokenizer.batch_decode(graded["completion_ids"], skip_special_tokens=True),
-            finished=[bool(ids) and ids[-1] in self.eos_token_ids for ids in graded["completion_ids"]],
-            masked=(~masks.any(-1)).tolist(),
+            texts=self._sampled["texts"],
+            finished=finished,
+            masked=[self.mask_truncated_completions and not done for done in finished]
+            if self.args.stop_texts
+            else (~masks.any(-1)).tolist(),
             logp_sums=None,
             per_token=per_token,
             rewards=graded["rewards"],
+            for_peers=self._sampled["for_peers"],
         )
         sampled = per_token.pop("sampling_per_token_logps", None)
         if self.args.shares_rollouts:  # sums are all that the sequence-level ratio needs
@@ -211,6 +221,39 @@ class HACPOAgent(FSDPAgent):
             )
         self.timings["sampling"] += time.perf_counter() - started - (self.turns.waited() - waited)
         return rollout
+
+    def _generate(self, prompts):
+        output = list(super()._generate(prompts))
+        prompt_ids, completion_ids, completions = output[0], output[1], output[3]
+        stops = self.args.stop_texts or ()
+        ended = [bool(ids) and ids[-1] in self.eos_token_ids for ids in completion_ids]
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        for_peers = None
+        if self.args.shares_rollouts and self.num_agents > 1:
+            leads = find_leads(self._tokenizer, prompts, prompt_ids, self.chat_template_kwargs)
+            written = [ids[:-1] if end else ids for ids, end in zip(completion_ids, ended, strict=True)]
+            for_peers = ResponseTexts(response_texts(self._tokenizer, prompt_ids, leads, written), leads, ended)
+            texts = [text if shared is None else shared for text, shared in zip(texts, for_peers.texts, strict=True)]
+        texts = [before_stop(text, stops) for text in texts]
+        if for_peers is not None or stops:  # else the graders read what TRL gives them
+            output[3] = [_with_text(completion, text) for completion, text in zip(completions, texts, strict=True)]
+        stopped = self._stopped if stops else [False] * len(ended)
+        finished = [end or stop for end, stop in zip(ended, stopped, strict=True)]
+        if stops:
+            self._log_lengths(completion_ids, finished)
+        self._sampled = {"texts": texts, "finished": finished, "for_peers": for_peers}
+        return tuple(output)
+
+    def _log_lengths(self, completion_ids: list[list[int]], finished: list[bool]) -> None:
+        """Corrects TRL's metrics, which count a response without an end token as cut."""
+        device = self.accelerator.device
+        lengths = self.accelerator.gather(torch.tensor([len(ids) for ids in completion_ids], device=device)).float()
+        done = self.accelerator.gather(torch.tensor(finished, device=device))
+        terminated = lengths[done] if done.any() else torch.zeros(1, device=device)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["completions/clipped_ratio"][-1] = (~done).float().mean().item()
+        for name in ("mean", "min", "max"):
+            metrics[f"completions/{name}_terminated_length"][-1] = getattr(terminated, name)().item()
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         calculate = functools.partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
@@ -298,13 +341,18 @@ class HACPOAgent(FSDPAgent):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
         size = len(prompt_ids) if self.use_vllm else self.args.sampling_batch_size or len(prompt_ids)
         completion_ids, logprobs = [], None
-        for start in range(0, len(prompt_ids), size):  # vLLM takes all at once
-            part = prompt_ids[start : start + size]
-            with plain_generation_config(self.accelerator.unwrap_model(self.model)):
+        with self._stopping_generate(), plain_generation_config(self.accelerator.unwrap_model(self.model)):
+            for start in range(0, len(prompt_ids), size):  # vLLM takes all at once
                 ids, logprobs = super()._generate_single_turn(
-                    part, images, multimodal_fields, num_generations, **kwargs
+                    prompt_ids[start : start + size], images, multimodal_fields, num_generations, **kwargs
                 )
-            completion_ids += ids
+                completion_ids += ids
+        if self.args.stop_texts:  # generate fills up, and vLLM may go on for a few tokens
+            cuts = cut_at_stop(self._tokenizer, prompt_ids, completion_ids, self.args.stop_texts)
+            self._stopped = [cut is not None for cut in cuts]
+            completion_ids = [ids[:cut] for ids, cut in zip(completion_ids, cuts, strict=True)]
+            if logprobs is not None:
+                logprobs = [values[:cut] for values, cut in zip(logprobs, cuts, strict=True)]
         if logprobs is not None:
             logprobs, unusable = usable_logprobs(logprobs)
             if unusable:
@@ -313,6 +361,35 @@ class HACPOAgent(FSDPAgent):
                     "responses take those of the training weights."
                 )
         return completion_ids, logprobs
+
+    @contextlib.contextmanager
+    def _stopping_generate(self) -> Iterator[None]:
+        """Has the model's `generate` stop at the stop texts: TRL passes it no criteria of ours."""
+        if self.use_vllm or not self.args.stop_texts:
+            yield
+            return
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        generate = model.generate
+
+        def generate_until_stop(*args, **kwargs):
+            criteria = StopAtTexts(self._tokenizer, self.args.stop_texts, kwargs["input_ids"].shape[1])
+            return generate(*args, stopping_criteria=StoppingCriteriaList([criteria]), **kwargs)
+
+        model.generate = generate_until_stop
+        try:
+            yield
+        finally:
+            del model.generate
+
+    @contextlib.contextmanager
+    def _without_masking_stopped(self) -> Iterator[None]:
+        """Keeps TRL from masking responses that a stop text ended, since they have no end token."""
+        masking = self.mask_truncated_completions
+        self.mask_truncated_completions = masking and not self.args.stop_texts
+        try:
+            yield
+        finally:
+            self.mask_truncated_completions = masking
 
     @contextlib.contextmanager
     def _without_spare_logps(self) -> Iterator[None]:
@@ -388,11 +465,18 @@ class HACPOAgent(FSDPAgent):
         foreign: list[Row] = []
         shares: Shares = {}
         if self.args.shares_rollouts:
+            prompt_ids = [ids.tolist() for ids in own.prompt_ids]
             for j, rollout in enumerate(rollouts):
                 if j == self.agent_index:
                     continue
                 encoded = encode_responses(
-                    self._tokenizer, rollout.texts, rollout.finished, self._end_id, self.max_completion_length
+                    self._tokenizer,
+                    prompt_ids,
+                    own.for_peers.leads,
+                    rollout.for_peers.texts,
+                    rollout.for_peers.ended,
+                    self._end_id,
+                    self.max_completion_length,
                 )
                 shares[j, "coefficient"] = coefficients[j].item()
                 shares[j, "truncated"] = sum(encoded.overflowing) / len(rollout)
@@ -746,3 +830,12 @@ def _as_rewards(rewards: Any, name: str) -> list[float | None]:
             f"The reward function {name!r} returned {rewards!r:.80}; it has to return a list with a number or "
             "None for each completion."
         ) from None
+
+
+def _with_text(completion: Any, text: str) -> Any:
+    """A completion as the graders take it, text or chat, with another text; a message that a tokenizer has parsed into
+    parts of its own keeps them."""
+    if isinstance(completion, str):
+        return text
+    (message,) = completion
+    return [{**message, "content": text}] if message.keys() == {"role", "content"} else completion

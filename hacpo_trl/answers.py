@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from .prompts import INSTRUCTION, PromptForm, form_of_settings, make_form
 from .rewards import MathVerifier, math_reward
 from .sampler import plain_generation_config
 from .scores import EvaluationResult, group_answers
+from .stops import StopAtTexts, before_stop, cut_at_stop
 
 PROMPT_FORMATS = ("auto", "chat", "plain")
 
@@ -30,19 +31,6 @@ class _Response:
     text: str
     tokens: int
     finished: bool
-
-
-class _StopAtText(StoppingCriteria):
-    """Ends a row once one of some texts appears in its response."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int) -> None:
-        self.tokenizer, self.stop, self.start = tokenizer, stop, start
-        self.window = max(len(text.encode()) for text in stop) + 4  # a token has at least one byte
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        tails = input_ids[:, max(self.start, input_ids.shape[1] - self.window) :]
-        texts = self.tokenizer.batch_decode(tails, skip_special_tokens=True)
-        return torch.tensor([any(s in text for s in self.stop) for text in texts], device=input_ids.device)
 
 
 def resolve_prompt_format(tokenizer: PreTrainedTokenizerBase, prompt_format: str = "auto") -> str:
@@ -200,10 +188,10 @@ def _generate(
                         pad_token_id=pad,
                         **chosen,
                     ),
-                    stopping_criteria=StoppingCriteriaList([_StopAtText(tokenizer, stop, width)] if stop else []),
+                    stopping_criteria=StoppingCriteriaList([StopAtTexts(tokenizer, stop, width)] if stop else []),
                 )
                 for i, row in zip(chunk, output[:, width:].tolist(), strict=True):
-                    responses[i].append(_read_response(tokenizer, row, ends, pad, stop))
+                    responses[i].append(_read_response(tokenizer, prompts[i], row, ends, stop))
                 bar.update(len(chunk))
     finally:
         model.train(was_training)
@@ -211,16 +199,14 @@ def _generate(
 
 
 def _read_response(
-    tokenizer: PreTrainedTokenizerBase, row: list[int], ends: Sequence[int], pad: int, stop: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, prompt: list[int], row: list[int], ends: Sequence[int], stop: Sequence[str]
 ) -> _Response:
     end = next((i for i, token in enumerate(row) if token in ends), None)
-    tokens = len(row) if end is None else end + 1
-    text = tokenizer.decode(row if end is None else row[:end], skip_special_tokens=True)
-    found = [position for position in (text.find(s) for s in stop) if position >= 0]
-    if found and end is None:  # ended by the text, then filled up
-        while tokens and row[tokens - 1] == pad:
-            tokens -= 1
-    return _Response(text[: min(found)] if found else text, tokens, end is not None or bool(found))
+    row = row if end is None else row[: end + 1]
+    (cut,) = cut_at_stop(tokenizer, [prompt], [row], stop)  # what follows has filled up the row
+    text = tokenizer.decode(row[:end] if cut is None else row[:cut], skip_special_tokens=True)
+    tokens = len(row) if cut is None else cut
+    return _Response(before_stop(text, stop), tokens, end is not None or cut is not None)
 
 
 def _generate_vllm(

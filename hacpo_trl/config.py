@@ -50,9 +50,9 @@ _TEAM_FIELDS = frozenset(
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
     reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds baseline
     advantage_epsilon peer_advantages capability_coefficient report_to shuffle_dataset remove_unused_columns
-    log_completions offload_inactive_agents push_to_hub save_only_model eval_delay run_name vllm_server_urls
-    bf16 fp16 tf32 use_cpu accelerator_config parallelism_config ddp_backend ddp_timeout fsdp fsdp_config
-    local_rank""".split()
+    log_completions offload_inactive_agents stop_texts push_to_hub save_only_model eval_delay run_name
+    vllm_server_urls bf16 fp16 tf32 use_cpu accelerator_config parallelism_config ddp_backend ddp_timeout fsdp
+    fsdp_config local_rank""".split()
 )
 
 _ENGINE_FIELDS = ("vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
@@ -111,6 +111,10 @@ class HACPOConfig(GRPOConfig):
             learner's `max_completion_length`. `mask_truncated_completions` drops it, too.
         skip_silent_responses: leave out the forward and backward pass of peers' responses whose advantage is 0. They
             have no gradient, so the weights stay the same; False runs them all, for complete ratio statistics.
+        stop_texts: a response ends with the token that completes one of these texts, as with an end token, in training
+            (transformers' generate or vLLM) and in its evaluations. The tokens up to there belong to the response;
+            reward functions read the text before the stop text. `hacpo train` sets "\\nProblem:" for its plain prompts
+            by itself; an empty list switches it off.
         sampling_batch_size: responses that transformers' generate samples at a time on one process; by default all of
             the round's. Smaller batches bound the key-value cache. vLLM batches by itself.
         offload_inactive_agents: park the states of all agents but the running one in the CPU's memory, so that the
@@ -269,6 +273,10 @@ class HACPOConfig(GRPOConfig):
         default=True,
         metadata={"help": "Spare the passes over peers' responses without advantage; the weights stay the same."},
     )
+    stop_texts: list[str] | None = field(
+        default=None,
+        metadata={"help": "Texts that end a response, as an end token does; hacpo train has some for plain prompts."},
+    )
     sampling_batch_size: int | None = field(
         default=None,
         metadata={"help": "Responses that generate samples at a time without vLLM, by default all of a round's."},
@@ -344,6 +352,15 @@ class HACPOConfig(GRPOConfig):
         for name, smallest in least.items():
             if not (isinstance(getattr(self, name), int) and getattr(self, name) >= smallest):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least {smallest}.")
+        if self.stop_texts is not None and (
+            isinstance(self.stop_texts, str)
+            or not all(isinstance(text, str) and text for text in self.stop_texts)
+            or len(set(self.stop_texts)) < len(self.stop_texts)
+        ):
+            raise ValueError(
+                f"stop_texts={self.stop_texts!r} must be a list of different texts that are not empty, e.g. "
+                "['\\nProblem:']."
+            )
         if self.sampling_batch_size is not None and not self.sampling_batch_size >= 1:
             raise ValueError(f"sampling_batch_size={self.sampling_batch_size} must be at least 1.")
         for name in ("learning_rate", "alpha", "advantage_epsilon", "beta", "temperature"):
@@ -426,6 +443,12 @@ class HACPOConfig(GRPOConfig):
                     "probabilities that the importance ratio is made of, so the ratio would be wrong. Leave it at its "
                     "default; `temperature` is accounted for on both sides."
                 )
+        stops = sorted({"stop", "stop_strings", "include_stop_str_in_output"} & set(self.generation_kwargs or {}))
+        if stops:
+            raise ValueError(
+                f"generation_kwargs may not set {', '.join(stops)}: what it ends would count as cut. Use stop_texts, "
+                "a list of texts, which works with generate and vLLM."
+            )
         clash = sorted(_SAMPLER_KEYS & set(self.generation_kwargs or {}))
         if clash:
             raise ValueError(

@@ -1,19 +1,16 @@
-"""What agents exchange: responses as text, read by every learner in its own tokens, and cut into micro-batches.
+"""Responses as rows of micro-batches: each learner's own and its peers', in the learner's tokens.
 
-Text is exchanged, never token ids, so that any tokenizers go together. A learner's own responses keep their exact ids.
-Needs torch and the tokenizers' interface only. R is the number of responses of one agent on this process.
+Needs torch only. R is the number of responses of one agent on this process. See texts.py for the exchange of texts.
 """
 
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of bytes that are no UTF-8
+from .texts import EncodedResponses, ResponseTexts
 
 
 @dataclass
@@ -23,8 +20,8 @@ class Rollout:
     Attributes:
         prompt_ids: R tensors (P_i,), the prompts in the agent's own template and tokens.
         completion_ids: R tensors (T_i,), the exact sampled tokens.
-        texts: R responses as text, without special tokens.
-        finished: R flags, True when the response ended itself by an end token.
+        texts: R responses as the reward functions read them, without special tokens and stop text.
+        finished: R flags, True when the response ended itself, by an end token or a stop text.
         masked: R flags, True when `mask_truncated_completions` takes the response out of every loss.
         logp_sums: (R,) sum of the response's log-probabilities under the weights that sampled it; None when no other
             agent needs it.
@@ -32,6 +29,7 @@ class Rollout:
         per_token: name -> R tensors (T_i,): what TRL computed for the own loss ("ref_per_token_logps",
             "old_per_token_logps", "importance_sampling_ratio").
         rewards: (B * G,) rewards of **all** processes, NaN for unscorable responses.
+        for_peers: the responses as peers read them; None when nothing is shared.
     """
 
     prompt_ids: list[Tensor]
@@ -43,6 +41,7 @@ class Rollout:
     per_token: dict[str, list[Tensor]]
     rewards: Tensor
     peer_logp_sums: Tensor | None = None
+    for_peers: ResponseTexts | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -79,93 +78,6 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
-
-
-@dataclass
-class EncodedResponses:
-    """Peers' texts in a learner's tokens.
-
-    Attributes:
-        ids: R lists of ids, cut to the learner's limit.
-        lengths: R token counts before the cut.
-        unreadable: R flags, True for a text that the learner's tokens cannot hold.
-    """
-
-    ids: list[list[int]]
-    lengths: list[int]
-    unreadable: list[bool]
-
-    @property
-    def overflowing(self) -> list[bool]:
-        """R flags, True for a response longer than the learner's limit."""
-        return [length > len(ids) for length, ids in zip(self.lengths, self.ids, strict=True)]
-
-
-def encode_responses(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], finished: Sequence[bool], end_id: int, max_length: int
-) -> EncodedResponses:
-    """Reads other agents' responses in a learner's own tokens.
-
-    A finished response ends on the learner's own end token, or the learner would never learn to stop. Text that looks
-    like a special token is taken as plain text. A text is unreadable when it holds broken UTF-8, when the learner has
-    no other way to write it than with a special token, or when the learner's tokens do not give it back (unknown or
-    dropped characters; whitespace and Unicode normalisation may differ).
-
-    Args:
-        tokenizer: the learner's.
-        texts: R responses without special tokens.
-        finished: R flags, see `Rollout.finished`.
-        end_id: the learner's end token, see `end_of_response_id`.
-        max_length: the learner's longest response, in tokens, at least 1.
-    """
-    if not texts:
-        return EncodedResponses([], [], [])
-    clean = [text.encode("utf-8", "replace").decode() for text in texts]  # lone surrogates would stop the tokenizer
-    encoded = tokenizer(clean, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    decoded = tokenizer.batch_decode(encoded, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    special = {end_id, *tokenizer.all_special_ids}
-    ids, lengths, unreadable = [], [], []
-    for text, tokens, back, done in zip(texts, encoded, decoded, finished, strict=True):
-        unreadable.append(_REPLACEMENT in text or not special.isdisjoint(tokens) or not _same_text(text, back))
-        tokens = [*tokens, end_id] if done else tokens
-        lengths.append(len(tokens))
-        ids.append(tokens[:max_length])
-    return EncodedResponses(ids, lengths, unreadable)
-
-
-def _same_text(text: str, back: str) -> bool:
-    if text == back:
-        return True
-
-    def letters(s: str) -> str:
-        return "".join(unicodedata.normalize("NFKC", s).split())
-
-    return letters(text) == letters(back)
-
-
-def end_of_response_id(
-    tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], *, conversational: bool, template_kwargs: dict
-) -> int:
-    """The token that ends a response of this agent.
-
-    For chats it is the end token that the agent's chat template puts behind an assistant's message (Gemma's is not
-    the tokenizer's EOS token); where the template shows none, and for plain prompts, the tokenizer's EOS token.
-
-    Args:
-        tokenizer: the agent's.
-        end_ids: every id that ends a generation of this agent.
-        conversational: whether prompts are chats.
-        template_kwargs: further arguments of the chat template.
-    """
-    if conversational:
-        marker = "qzxvk"  # stands in no template
-        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
-        rendered = tokenizer.apply_chat_template(chat, tokenize=False, **template_kwargs)
-        _, found, tail = rendered.rpartition(marker)  # not found: the template changes what is said
-        for token in tokenizer(tail, add_special_tokens=False)["input_ids"] if found else ():
-            if token in end_ids:
-                return token
-    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else end_ids[0]
 
 
 def own_rows(rollout: Rollout, source: int, advantages: Tensor) -> list[Row]:

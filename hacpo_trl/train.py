@@ -94,6 +94,8 @@ class _Parser(TrlParser):
             prog="hacpo train",
             usage="hacpo train --models MODEL MODEL ... --dataset DATASET [--config FILE.yaml] [options]",
         )
+        stop_texts = next(action for action in self._actions if action.dest == "stop_texts")
+        stop_texts.nargs = "*"  # none at all: no stop texts
 
     def format_help(self) -> str:
         inherited = {f.name for f in fields(GRPOConfig)}
@@ -208,6 +210,8 @@ def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelCon
         raise ValueError("Which problems? Give --dataset with a Hub id or a local file.")
     if script.prompt_format not in ("auto", "chat", "plain"):  # of a YAML file
         raise ValueError(f"prompt_format={script.prompt_format!r} is unknown; use one of auto, chat, plain.")
+    if args.stop_texts is not None:
+        args.stop_texts = [with_newlines(text) for text in args.stop_texts]
     if script.prompt_template is not None:
         script.prompt_template = with_newlines(script.prompt_template)
         make_form("plain", prompt_template=script.prompt_template)  # refuses what is no template
@@ -280,7 +284,9 @@ def _task(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, *
         )
     if script.eval_dataset_file and (of_hub or is_local(script.eval_dataset_file)):
         eval_problems = load_problems(script.eval_dataset_file, **columns)
-    form = _form(script, problems, names, tokenizers)
+    form = _form(script, args, problems, names, tokenizers)
+    for config in (args, *configs):
+        config.stop_texts = list(form.stop)
     return _Task(names, configs, tokenizers, form, problems, eval_problems, rewards)
 
 
@@ -310,6 +316,7 @@ def _build(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, 
 
 def _form(
     script: ScriptArguments,
+    args: HACPOConfig,
     problems: list[dict[str, Any]] | None,
     names: Sequence[str],
     tokenizers: Sequence[PreTrainedTokenizerBase],
@@ -340,7 +347,11 @@ def _form(
         )
     template = AS_IT_IS if chats or script.prompt_column is not None else script.prompt_template
     return make_form(
-        wanted, prompt_template=template, instruction=script.instruction, system_prompt=script.system_prompt
+        wanted,
+        prompt_template=template,
+        instruction=script.instruction,
+        system_prompt=script.system_prompt,
+        stop=args.stop_texts,
     )
 
 

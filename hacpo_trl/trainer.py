@@ -156,7 +156,8 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self._checkpoint_dir: str | None = None
         self._eval_prefix = ""
         self._peer_evaluations: dict[str, dict[str, float]] = {}
-        self.prompt_form = PromptForm("plain" if isinstance(next(iter(train_dataset))["prompt"], str) else "chat")
+        is_text = isinstance(next(iter(train_dataset))["prompt"], str)
+        self.prompt_form = PromptForm("plain" if is_text else "chat", stop=args.stop_texts or ())
         self.card_details: dict[str, Any] = {}  # what cards say beyond what is known, see `create_model_card`
         self.publisher = Publisher(args.output_dir, names, repositories, configs)
         if args.push_to_hub and args.process_index == 0:

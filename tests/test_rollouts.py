@@ -1,5 +1,6 @@
 """Tests of the exchange of responses: other tokenizers' text, end tokens, rows, the plan of a round, and batches."""
 
+import json
 import random
 import string
 import time
@@ -12,16 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 from hacpo_trl.playground import build_agent
 from hacpo_trl.rollouts import (
-    EncodedResponses,
     Rollout,
     Row,
     collate,
-    encode_responses,
-    end_of_response_id,
     own_rows,
     peer_rows,
     plan_round,
 )
+from hacpo_trl.texts import EncodedResponses, encode_responses, end_of_response_id, find_leads
 
 # -- tokenizers of many kinds, built on the spot ----------------------------------------------------------------------
 
@@ -59,7 +58,9 @@ def metaspace(prepend_scheme):
     backend.train_from_iterator(
         CORPUS, trainers.BpeTrainer(vocab_size=600, special_tokens=tokens, show_progress=False)
     )
-    return wrapped(backend, unk_token="<unk>", bos_token="<s>")
+    plain = json.loads(backend.to_str())  # the trainer takes the bytes for special tokens
+    plain["added_tokens"] = [token for token in plain["added_tokens"] if token["content"] in SPECIAL]
+    return wrapped(Tokenizer.from_str(json.dumps(plain)), unk_token="<unk>", bos_token="<s>")
 
 
 def unigram():
@@ -121,7 +122,9 @@ BYTES = ["playground bpe", "byte level", "byte level, prefix space", "metaspace"
 def encode(tokenizer, texts, finished=True, max_length=10**6, end_id=None):
     finished = [finished] * len(texts) if isinstance(finished, bool) else finished
     end_id = tokenizer.eos_token_id if end_id is None else end_id
-    return encode_responses(tokenizer, texts, finished, end_id, max_length)
+    count = len(texts)  # behind nothing: see test_texts.py for prompts
+    leads = find_leads(tokenizer, [""], [[]], {}) * count
+    return encode_responses(tokenizer, [[]] * count, leads, texts, finished, end_id, max_length)
 
 
 def plain_ids(tokenizer, text):
@@ -167,7 +170,7 @@ def test_a_response_that_just_lacks_room_for_its_end_overflows(tokenizers):
 
 
 def test_no_responses():
-    result = encode_responses(None, [], [], 0, 5)
+    result = encode_responses(None, [], [], [], [], 0, 5)
     assert (result.ids, result.lengths, result.unreadable, result.overflowing) == ([], [], [], [])
 
 
@@ -954,7 +957,7 @@ def test_a_peers_response_reaches_the_batch_with_the_learners_end(tokenizers):
     learner, texts = tokenizers["playground bpe"], ["1+1=2", "é", "", "\ufffd"]
     peer = rollout([5, 2, 1, 3], logp_sums=-torch.ones(4), texts=texts)
     peer.finished[2] = False
-    encoded = encode_responses(learner, texts, peer.finished, learner.eos_token_id, 4)
+    encoded = encode_responses(learner, [[]] * 4, [""] * 4, texts, peer.finished, learner.eos_token_id, 4)
     prompts = [torch.tensor([1])] * 4
     rows = peer_rows(peer, encoded, prompts, 1, torch.ones(4), 1.0, pad_id=learner.pad_token_id)
     assert [row.advantage for row in rows] == [1.0, 1.0, 0.0, 0.0]
