@@ -27,7 +27,7 @@ MEMORY_BYTES = 4 << 30
 PLAIN_CHARS = 2000
 """Characters at the end of a text that are searched when it has neither a box nor a ``####`` line."""
 
-_TOKEN = re.compile(r"\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 # Boxes with nothing but this in between are one answer: "$x=\boxed{1}$ or $x=\boxed{2}$".
 _JOINT = re.compile(r"[\s$,;]*(?:\\text\{)?\s*(?:and|or)?\s*\}?[\s$,;]*(?:[A-Za-z]\s*=\s*)?")
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")

@@ -570,8 +570,9 @@ def test_model_objects_without_a_path_have_a_reference(agent_folders, tmp_path):
 
 def test_absolute_positions_do_not_count_the_padding(agent_folders, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(agent_folders["char"])
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=1, n_inner=16)
+        GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=1, n_inner=16, **ends)
     ).eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     mask = torch.ones_like(ids)
