@@ -41,7 +41,7 @@ def gradient(agent, rows) -> torch.Tensor:
     total = torch.zeros(sum(p.numel() for p in parameters))
     for start in range(0, len(rows), UPDATE_ROWS):
         batch = agent._collate(rows[start : start + UPDATE_ROWS])
-        batch["update_index"] = 0
+        batch |= {"update_index": 0, "is_first": False}
         gradients = torch.autograd.grad(-agent._compute_loss(agent.model, batch), parameters)
         total += torch.cat([g.flatten() for g in gradients])
     return total
@@ -68,6 +68,9 @@ def probe(trainer: HACPOTrainer, pool: list[dict[str, str]]) -> list[dict]:
     entries = []
     for k, learner in enumerate(trainer.agents):
         learner.begin_round(rollouts, advantages[k], coefficients[k])
+    for learner in trainer.agents:
+        learner.measure(set(range(len(rollouts[0]))), all_rows=True)
+    for k, learner in enumerate(trainer.agents):
         rows = [row for batch in learner._plan for row in batch]
         own = gradient(learner, [row for row in rows if row.source == k])
         for j, source in enumerate(trainer.agents):

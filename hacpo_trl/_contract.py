@@ -61,8 +61,25 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
 }
 
+# What TRL looks at to decide on passes for log-probabilities while it samples: `HACPOAgent.without_logp_passes` sets
+# them so that it makes none. The responses' old, reference and correcting log-probabilities come from `measure`.
+STEERS_LOGP_PASSES = ("num_iterations", "vllm_importance_sampling_correction", "beta")
+
 # Attributes of a trainer object that we read or set
-ATTRIBUTES = ("_logs", "_metrics", "_step", "_tokenizer", "reward_func_names")
+ATTRIBUTES = (
+    "_logs",
+    "_metrics",
+    "_step",
+    "_tokenizer",
+    "aux_loss_enabled",
+    "entropy_coef",
+    "reward_func_names",
+    "router_aux_loss_coef",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_mode",
+    *STEERS_LOGP_PASSES,
+)
 
 # ... and of one with an async reward function
 ASYNC_ATTRIBUTES = ("async_loop", "async_loop_thread")
@@ -79,6 +96,7 @@ VLLM_ATTRIBUTES = (
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "trl.data_utils": ("is_conversational",),
     "trl.trainer.grpo_trainer": ("create_model_from_path",),
+    "trl.models.utils": ("disable_gradient_checkpointing",),
     "trl.trainer.utils": (
         "create_model_from_path",
         "get_callable_name",
@@ -86,6 +104,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         "is_async_callable",
         "print_prompt_completions_sample",
         "shutdown_event_loop_in_daemon",
+        "use_adapter",
     ),
     "transformers.trainer": ("TRAINER_STATE_NAME",),
     "transformers.trainer_utils": ("get_last_checkpoint", "rotate_checkpoints"),

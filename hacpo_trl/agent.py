@@ -19,15 +19,25 @@ from transformers import PrinterCallback, StoppingCriteriaList, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 from trl.data_utils import is_conversational
-from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, use_adapter
 
+from ._contract import STEERS_LOGP_PASSES
 from .config import HACPOConfig
 from .fsdp import FSDPAgent
 from .loading import fix_absolute_positions, keep_start, reference_of
 from .metrics import UpdateStatistics
-from .objective import hacpo_objective, k3_divergence, peer_clip_lower, sequence_log_ratio
+from .objective import (
+    hacpo_objective,
+    in_range,
+    k3_divergence,
+    peer_clip_lower,
+    sampler_correction,
+    sequence_log_ratio,
+    summed_logps,
+)
 from .offload import GradientBuckets, Residency
-from .rollouts import Rollout, Row, collate, own_rows, peer_rows, plan_round
+from .rollouts import Rollout, Row, collate, own_rows, peer_rows, plan_round, plan_update
 from .sampler import check_engine, connect, plain_generation_config, usable_logprobs
 from .sharing import Publisher, find_base
 from .stops import StopAtTexts, before_stop, cut_at_stop
@@ -40,6 +50,10 @@ logger = logging.get_logger(__name__)
 _SEED_STRIDE = 1_000_003  # farther apart than processes, to whose seeds their number is added
 
 Shares = dict[tuple[int, str], float]
+
+# Screening leaves out what is farther outside of the clip range than the same response's ratio can differ between two
+# micro-batches: see "Dependence on the micro-batch" in docs/algorithm.md
+_SLACK_FP32, _SLACK_16_BIT = 1e-4, 0.02
 
 
 class HACPOAgent(FSDPAgent):
@@ -99,8 +113,15 @@ class HACPOAgent(FSDPAgent):
         self.buckets: GradientBuckets | None = None  # with DDP
         self.base = find_base(model, args)  # what it started from, for its card and repository
         self.team_state: Callable[[], TrainerState] = lambda: self.state  # what reward functions get
+        self._rollout: Rollout | None = None
+        self._own_rows: list[Row] = []
         self._plan: list[list[Row]] = []
-        self._silent: list[Counter[int]] = []
+        self._left_out: list[Counter[int]] = []
+        self._first_update: int | None = None  # index of the round's first update that steps
+        self._update: list[list[Row]] = []  # micro-batches of the running update
+        self._batch: list[Row] = []  # the running micro-batch
+        self._screened = False  # whether the running update's statistics were taken before its first micro-batch
+        self.outside_share: float | None = None  # of peers' responses in the last round, see `screen_peers`
         self._graded: dict[str, Any] | None = None
         self._stopped: list[bool] = []
         self._sampled: dict[str, Any] = {}
@@ -126,6 +147,7 @@ class HACPOAgent(FSDPAgent):
         self.reward_func_names = numbered(self.reward_func_names)  # logs and tables tell them apart by name
         fix_absolute_positions(self.accelerator.unwrap_model(self.model))
         self.statistics = UpdateStatistics(num_agents, agent_index, self.accelerator.device)
+        self._taught = torch.zeros(3, device=self.accelerator.device)  # see `_count_taught`
         self._end_id: int | None = None
         if self.use_vllm:
             connect(self) if self.vllm_mode == "server" else check_engine(self)
@@ -180,19 +202,16 @@ class HACPOAgent(FSDPAgent):
         self.reshard()
         started, waited = time.perf_counter(), self.turns.waited()
         self.model_wrapped.train()  # TRL reads from the model's mode whether it samples for training
-        with self._without_spare_logps(), self._without_masking_stopped():
+        with self.without_logp_passes(), self._without_masking_stopped():
             output = self._generate_and_score_completions(inputs)
         graded, self._graded = self._graded, None
         finished = self._sampled["finished"]
 
         masks = output["completion_mask"].bool().cpu()
-        lengths = [len(ids) for ids in graded["completion_ids"]]
-        per_token = {}
-        names = ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps")
-        for name in names:
-            if name in output:
-                values = output[name].cpu().expand_as(masks)  # a sequence-level ratio holds for every token
-                per_token[name] = [v[:n].clone() for v, n in zip(values, lengths, strict=True)]
+        sampled = None
+        if "sampling_per_token_logps" in output:
+            values = output["sampling_per_token_logps"].cpu()
+            sampled = [v[: len(ids)].clone() for v, ids in zip(values, graded["completion_ids"], strict=True)]
         rollout = Rollout(
             prompt_ids=[
                 ids[mask.bool()]
@@ -204,14 +223,14 @@ class HACPOAgent(FSDPAgent):
             masked=[self.mask_truncated_completions and not done for done in finished]
             if self.args.stop_texts
             else (~masks.any(-1)).tolist(),
-            logp_sums=None,
-            per_token=per_token,
             rewards=graded["rewards"],
             for_peers=self._sampled["for_peers"],
+            sampled_logps=sampled,
         )
-        sampled = per_token.pop("sampling_per_token_logps", None)
-        if self.args.shares_rollouts:  # sums are all that the sequence-level ratio needs
-            self._sum_logps(rollout, per_token.pop("old_per_token_logps", None), sampled)
+        if self.args.shares_rollouts and self.args.source_logps == "sampler":
+            rollout.peer_logp_sums = torch.stack([logps.sum() for logps in sampled])
+            if not self._corrects_sampler:  # with the correction the own ratio starts from the training weights
+                rollout.logp_sums = rollout.peer_logp_sums
         if self._end_id is None:
             self._end_id = end_of_response_id(
                 self._tokenizer,
@@ -391,60 +410,26 @@ class HACPOAgent(FSDPAgent):
         finally:
             self.mask_truncated_completions = masking
 
-    @contextlib.contextmanager
-    def _without_spare_logps(self) -> Iterator[None]:
-        """Keeps TRL from the forward pass over the own responses when the sampler's log-probabilities serve instead.
+    @property
+    def _corrects_sampler(self) -> bool:
+        """Whether own responses are weighted for the difference between vLLM and the training weights."""
+        return self.use_vllm and self.vllm_importance_sampling_correction
 
-        TRL computes them for rounds of more than one update, by the number of passes over a round.
+    @contextlib.contextmanager
+    def without_logp_passes(self) -> Iterator[None]:
+        """Keeps TRL from passes over the responses that it samples: they are made in the updates' micro-batches.
+
+        TRL looks at three attributes to decide on the old log-probabilities, the correction of vLLM's and the
+        reference's: the number of passes over a round, the correction's switch and beta. See `_contract.py`.
         """
-        sampler = self.args.source_logps == "sampler" and not self.vllm_importance_sampling_correction
-        if not (sampler and self.args.shares_rollouts):
-            yield
-            return
-        iterations = self.num_iterations
+        kept = {name: getattr(self, name) for name in STEERS_LOGP_PASSES}
         self.num_iterations = Fraction(self.args.gradient_accumulation_steps, self.args.steps_per_generation)
+        self.vllm_importance_sampling_correction, self.beta = False, 0.0
         try:
             yield
         finally:
-            self.num_iterations = iterations
-
-    def _sum_logps(self, rollout: Rollout, old: list[Tensor] | None, sampled: list[Tensor] | None) -> None:
-        """Sums what the ratios of this agent and of its peers compare with.
-
-        Args:
-            rollout: takes the sums.
-            old: R tensors (T_i,) under the training weights, where TRL computed them.
-            sampled: R tensors (T_i,) of vLLM, NaN where they are not usable.
-        """
-        trainers = None if old is None else torch.stack([v.sum() for v in old])
-        if self.args.source_logps != "sampler":
-            rollout.logp_sums = self._logp_sums(rollout) if trainers is None else trainers
-            return
-        sums = torch.stack([v.sum() for v in sampled])
-        unusable = sums.isnan()
-        # All processes run the same number of forward passes
-        if trainers is None and self._agree([int(unusable.any())])[0]:
-            trainers = self._logp_sums(rollout)
-        if trainers is not None:
-            sums = torch.where(unusable, trainers, sums)
-        if "importance_sampling_ratio" in rollout.per_token:  # the correction leads from the sampler to the trainer
-            rollout.logp_sums, rollout.peer_logp_sums = trainers, sums
-        else:
-            rollout.logp_sums = sums
-
-    @torch.no_grad()
-    def _logp_sums(self, rollout: Rollout) -> Tensor:
-        """(R,) summed log-probability of every response under the weights that sampled it."""
-        rows = own_rows(rollout, self.agent_index, torch.zeros(len(rollout)))
-        sums = torch.zeros(len(rows))
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
-        size = self.args.per_device_train_batch_size
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
-            batch = self._collate([rows[i] for i in chosen])
-            logps, _, _ = self._logps_of(self.model, batch)
-            sums[chosen] = (logps * batch["completion_mask"]).sum(-1).float().cpu()
-        return sums
+            for name, value in kept.items():
+                setattr(self, name, value)
 
     # -- one round ------------------------------------------------------------------------------------------------
 
@@ -460,8 +445,8 @@ class HACPOAgent(FSDPAgent):
             For the log, of every peer: source index and name of the share -> value.
         """
         started = time.perf_counter()
-        own = rollouts[self.agent_index]
-        rows = own_rows(own, self.agent_index, advantages[self.agent_index])
+        own = self._rollout = rollouts[self.agent_index]
+        rows = self._own_rows = own_rows(own, self.agent_index, advantages[self.agent_index])
         foreign: list[Row] = []
         shares: Shares = {}
         if self.args.shares_rollouts:
@@ -492,36 +477,169 @@ class HACPOAgent(FSDPAgent):
                     shared_length=self.args.length_normalization == "shared",
                     drop_overflowing=self.args.peer_overflow == "drop" or self.mask_truncated_completions,
                 )
-        self._plan = plan_round(
+        args, shares_rollouts = self.args, self.args.shares_rollouts
+        self._plan, self._left_out = plan_round(
             rows,
             foreign,
-            rows_per_step=self.args.per_device_train_batch_size,
-            steps_per_update=self.args.gradient_accumulation_steps,
+            rows_per_step=args.per_device_train_batch_size,
+            steps_per_update=args.gradient_accumulation_steps,
             iterations=self.num_iterations,
-            own_first=self.args.rollout_order == "own_first",
-            skip_silent=self.args.skip_silent_responses,
+            own_first=args.rollout_order == "own_first",
+            # TRL's own loss is a mean over equally many rows; the router's loss sees every row
+            skip_silent=args.skip_silent_responses and shares_rollouts and not self.aux_loss_enabled,
+            own_always=self.beta != 0.0 or self.entropy_coef != 0.0,
+            skip_updates=self._skips_updates,
+            cut=args.micro_batches if shares_rollouts and not self.aux_loss_enabled else "rows",
             agree=self._agree,
         )
-        self._silent = self._find_silent(foreign)
+        stepping = [i for i, batch in enumerate(self._plan) if batch]
+        from_sampler = shares_rollouts and args.source_logps == "sampler" and not self._corrects_sampler
+        self._first_update = None
+        if stepping and not from_sampler:
+            self._first_update = stepping[0] // args.gradient_accumulation_steps
         self.timings["reencoding"] += time.perf_counter() - started
         return self._mean(shares)
 
-    def _find_silent(self, foreign: Sequence[Row]) -> list[Counter[int]]:
-        """For every update of a pass, how many responses of each source are left out."""
-        ran = {id(row) for batch in self._plan for row in batch if not row.filler}
-        silent: list[Counter[int]] = [Counter() for _ in range(self.steps_per_round)]
-        for row in foreign:
-            if id(row) not in ran:
-                silent[row.update][row.source] += 1
-        return silent
+    @property
+    def _skips_updates(self) -> bool:
+        """Whether an update without a gradient of the objective takes no step."""
+        other_gradients = self.aux_loss_enabled or self.entropy_coef != 0.0
+        # torch's gradient scaler cannot step without gradients
+        return self.args.skip_idle_updates and not other_gradients and self.accelerator.scaler is None
 
-    def _count_silent(self, step: int) -> None:
-        """Counts what an update leaves out, when it begins: the log tells of it with what ran."""
-        update, inside = divmod(step, self.args.gradient_accumulation_steps)
-        if inside == 0 and self._silent:
-            updates = self.args.updates_per_round(self.num_agents) // self.num_iterations
-            for source, count in self._silent[update % updates].items():
-                self.statistics.add_silent(source, count)
+    def heard(self, source: int) -> set[int]:
+        """Places in a peer's rollout of the responses that this agent's updates run."""
+        return {row.index for batch in self._plan for row in batch if row.source == source}
+
+    @torch.no_grad()
+    def measure(self, heard: set[int], *, all_rows: bool = False) -> None:
+        """Finds the log-probabilities that this round's ratios and divergences of own responses compare with.
+
+        At the weights that sampled, so before the round's first update, and in the very micro-batches of the updates:
+        in bf16 other padding gives other numbers, by more than GSPO's clip range. What the first update finds by
+        itself is not computed here.
+
+        Args:
+            heard: places in this agent's rollout of the responses that peers run.
+            all_rows: leave nothing to the first update.
+        """
+        started, rollout = time.perf_counter(), self._rollout
+        one_pass = len(self._plan) // self.num_iterations
+        plan = [
+            (step // self.args.gradient_accumulation_steps, rows) for step, rows in enumerate(self._plan[:one_pass])
+        ]
+        # The first update's sums come in time for peers that are updated after it and in turn
+        in_time = self.args.rollout_order == "own_first" and self.residency is None
+
+        def wants_old(row: Row, update: int) -> bool:
+            first = update == self._first_update and not all_rows
+            if self._corrects_sampler:
+                return True
+            if not self.args.shares_rollouts:
+                return not first or self.num_iterations > 1
+            peers_want = row.index in heard and rollout.peer_logp_sums[row.index].isnan()
+            return bool(
+                (peers_want and not (first and in_time)) or (not first and rollout.logp_sums[row.index].isnan())
+            )
+
+        own = [[row for row in rows if row.source == self.agent_index] for _, rows in plan]
+        old = [int(any(wants_old(row, m) for row in rows)) for (m, _), rows in zip(plan, own, strict=True)]
+        reference = [int(bool(rows) and self.beta != 0.0) for rows in own]
+        planned = {row.index for rows in own for row in rows}
+        rest = [i for i in heard - planned if rollout.peer_logp_sums[i].isnan()]
+        extra = -(-len(rest) // self.args.per_device_train_batch_size)
+        *flags, extra = self._agree([*old, *reference, extra])  # all processes run the same number of passes
+        if not any(flags) and not extra:
+            return
+        self.activate()
+        divergences: list[tuple[Tensor, Tensor]] = []
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for i, ((_, batch), rows) in enumerate(zip(plan, own, strict=True)):
+                rows = rows or batch[:1]  # keeps the other processes company
+                if flags[i]:
+                    self._find_old(rows, batch, divergences)
+                if flags[len(plan) + i]:
+                    self._find_reference(rows, batch)
+            unused = sorted(set(range(len(rollout))) - set(rest))
+            spare = [self._own_rows[i] for i in unused]
+            for rows in plan_update([self._own_rows[i] for i in rest], spare, extra, extra, "tokens"):
+                self._find_old(rows, rows, divergences)
+        self.reshard()
+        if self._corrects_sampler:
+            self._log_correction(divergences)
+        self.timings["updating"] += time.perf_counter() - started
+
+    def _find_old(self, rows: list[Row], batch: list[Row], divergences: list[tuple[Tensor, Tensor]]) -> None:
+        """One pass for the old log-probabilities of some rows of a micro-batch.
+
+        Args:
+            rows: of which at least one is an own one.
+            batch: the micro-batch.
+            divergences: takes, of every row, the distance between vLLM and the training weights, and its correction.
+        """
+        inputs = self._collate(rows, padded_like=batch)
+        logps, _, _ = self._logps_of(self.model, inputs)
+        self._keep_sums(rows, summed_logps(logps, inputs["completion_mask"]))
+        if self.args.shares_rollouts and not self._corrects_sampler:
+            return
+        for row, values in zip(rows, logps.float().cpu(), strict=True):
+            if row.source != self.agent_index:
+                continue
+            old = values[: len(row.completion_ids)].clone()
+            if not self.args.shares_rollouts:
+                row.per_token["old_per_token_logps"] = old
+            if self._corrects_sampler and not row.masked:
+                sampled = self._rollout.sampled_logps[row.index]
+                weights = sampler_correction(
+                    old,
+                    sampled,
+                    self.vllm_importance_sampling_mode,
+                    self.vllm_importance_sampling_clip_min,
+                    self.vllm_importance_sampling_clip_max,
+                )
+                row.per_token["importance_sampling_ratio"] = weights
+                sequence = self.vllm_importance_sampling_mode.startswith("sequence")
+                divergences.append(((old - sampled).abs(), weights[:1] if sequence else weights))
+
+    def _keep_sums(self, rows: Sequence[Row], sums: Tensor) -> None:
+        """Fills in what is unknown of the own rollout's sums."""
+        rollout = self._rollout
+        for row, value in zip(rows, sums.float().cpu(), strict=True):
+            if row.source == self.agent_index:
+                for known in (rollout.logp_sums, rollout.peer_logp_sums):
+                    if known[row.index].isnan():
+                        known[row.index] = value
+
+    def _find_reference(self, rows: list[Row], batch: list[Row]) -> None:
+        """One pass for the reference's log-probabilities of some rows of a micro-batch."""
+        inputs = self._collate(rows, padded_like=batch)
+        if self.ref_model is not None:
+            logps, _, _ = self._logps_of(self.ref_model, inputs)
+        else:  # an adapter's reference is the model without it, or a copy of an adapter that is trained further
+            model = self.accelerator.unwrap_model(self.model)
+            with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+                logps, _, _ = self._logps_of(self.model, inputs)
+        for row, values in zip(rows, logps.float().cpu(), strict=True):
+            if row.source == self.agent_index:
+                row.per_token["ref_per_token_logps"] = values[: len(row.completion_ids)].clone()
+
+    def _log_correction(self, divergences: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """TRL's metrics of the difference between vLLM and the training weights."""
+        differences = torch.cat([torch.zeros(0), *(d[~d.isnan()] for d, _ in divergences)])
+        weights = torch.cat([torch.zeros(0), *(w for _, w in divergences)])
+        known = [
+            (f"{group}/{name}", getattr(values, name)().item() if len(values) else 0.0)
+            for group, values, names in (
+                ("sampling/sampling_logp_difference", differences, ("mean", "max")),
+                ("sampling/importance_sampling_ratio", weights, ("min", "mean", "max")),
+            )
+            for name in names
+        ]
+        local = torch.tensor([[value for _, value in known]], device=self.accelerator.device)
+        gathered = self.accelerator.gather(local)
+        reduced = {"mean": gathered.mean(0), "min": gathered.amin(0), "max": gathered.amax(0)}
+        for i, (name, _) in enumerate(known):
+            self._metrics["train"][name].append(reduced[name.rsplit("/", 1)[1]][i].item())
 
     def _agree(self, counts: list[int]) -> list[int]:
         """The largest of every count over all processes."""
@@ -548,30 +666,146 @@ class HACPOAgent(FSDPAgent):
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)  # evaluation: this agent alone
-        step = self._step % self.steps_per_round
-        batch = self._collate(self._plan[step])
-        batch["update_index"] = step // self.args.gradient_accumulation_steps
+        update, inside = divmod(self._step % self.steps_per_round, self.args.gradient_accumulation_steps)
+        self._batch = self._update[inside]
+        batch = self._collate(self._batch)
+        batch["update_index"] = update
+        batch["is_first"] = update == self._first_update
+        if batch["is_first"]:  # the weights are those that sampled: the loss's own log-probabilities are the old ones
+            batch.pop("old_per_token_logps", None)
+        if self._screened:  # counted when they were screened
+            batch["filler"] = torch.ones_like(batch["filler"])
         return batch
 
-    def _collate(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def _collate(self, rows: Sequence[Row], padded_like: Sequence[Row] | None = None) -> dict[str, Any]:
         return collate(
-            rows, learner=self.agent_index, pad_id=self._tokenizer.pad_token_id, device=self.accelerator.device
+            rows,
+            learner=self.agent_index,
+            pad_id=self._tokenizer.pad_token_id,
+            device=self.accelerator.device,
+            padded_like=padded_like,
         )
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.activate()
         started = time.perf_counter()
-        step = self._step % self.steps_per_round
-        self._count_silent(step)
-        if self._plan[step]:
+        update, inside = divmod(self._step % self.steps_per_round, self.args.gradient_accumulation_steps)
+        if inside == 0:
+            self._begin_update(update)
+        if self._update[inside]:
             if self.buckets is not None:
                 self.buckets.attach()
             loss = super().training_step(model, inputs, num_items_in_batch)
-        else:  # every response of this micro-batch is silent, on all processes
+        else:  # no process has a row for this micro-batch
             self._step += 1
             loss = torch.zeros((), device=self.accelerator.device)
+        if inside == self.args.gradient_accumulation_steps - 1:
+            self._end_update(update)
         self.timings["updating"] += time.perf_counter() - started
         return loss
+
+    def _begin_update(self, update: int) -> None:
+        """Takes an update's micro-batches out of the plan."""
+        size = self.args.gradient_accumulation_steps
+        self._update = self._plan[update * size : (update + 1) * size]
+        # Counted now, so that it is logged with the update it belongs to
+        for source, count in self._left_out[update % len(self._left_out)].items():
+            self.statistics.add_silent(source, count)
+        self._screened = self._screens(update)
+        if self._screened:
+            self._update = self._screen(update)
+
+    def _screens(self, update: int) -> bool:
+        """Whether an update's rows outside of the clip range are looked for first. The same on all processes."""
+        args = self.args
+        if args.screen_peers == "off" or not args.shares_rollouts or self.aux_loss_enabled or not any(self._update):
+            return False
+        if args.method == "hacpo" and args.peer_clip_delta is None:
+            return False
+        # Own rows keep the micro-batch that their old log-probabilities were computed in
+        own_updates = args.steps_per_generation // args.gradient_accumulation_steps
+        if args.rollout_order != "own_first" or update % len(self._left_out) < own_updates:
+            return False
+        # A forward pass against the share of a forward and backward pass, with checkpoints two forward passes
+        pays_from = 1 / 4 if args.gradient_checkpointing else 1 / 3
+        return args.screen_peers == "on" or (self.outside_share or 0.0) > pays_from
+
+    @torch.no_grad()
+    def _screen(self, update: int) -> list[list[Row]]:
+        """An update's micro-batches without the rows that the clip range takes the gradient from.
+
+        One pass at exactly the weights of the update, which also makes its statistics.
+        """
+        own_range, peer_range = self._ranges(update)
+        exact = not (self.args.bf16 or self.args.fp16) and next(self.model.parameters()).dtype == torch.float32
+        kept: list[Row] = []
+        spare: list[Row] = []
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for rows in filter(None, self._update):
+                inputs = self._collate(rows)
+                logps, _, _ = self._logps_of(self.model, inputs)
+                mask = inputs["completion_mask"]
+                ratio = torch.exp(sequence_log_ratio(logps, mask, inputs["source_logp"]))
+                is_own = self._has_own_formula(inputs)
+                inside = in_range(
+                    ratio, inputs["advantages"], is_own, own_range, peer_range, _SLACK_FP32 if exact else _SLACK_16_BIT
+                )
+                self._count_taught(inputs, self._add_statistics(inputs, update, ratio, None, None))
+                for row, stays in zip(rows, inside.tolist(), strict=True):
+                    (kept if stays and row.can_teach else spare).append(row)
+        self.reshard()
+        self._taught[0] = 0  # counted again when they are run
+        size = self.args.per_device_train_batch_size
+        steps, teaches = self._agree([-(-len(kept) // size), int(bool(kept))])
+        steps = 0 if self._skips_updates and not teaches else max(steps, 1)
+        return plan_update(kept, spare, steps, self.args.gradient_accumulation_steps, self.args.micro_batches)
+
+    def _end_update(self, update: int) -> None:
+        """Drops the gradients of an update in which no response of any process has one of the objective."""
+        steps = any(self._update)
+        if self.args.shares_rollouts and self._skips_updates and steps and not self.is_deepspeed_enabled:
+            steps = bool(self._agree([int(self._taught[0] > 0)])[0])
+            if not steps:
+                self.model_wrapped.zero_grad()
+        if not steps and self.is_deepspeed_enabled:
+            self.lr_scheduler.scheduler.step()  # else its engine does it with the optimizer
+        self._metrics["train"]["skipped_updates"].append(float(not steps))
+        self._taught[0] = 0
+        if (update + 1) % (self.steps_per_round // self.args.gradient_accumulation_steps) == 0:
+            outside, heard = self.accelerator.reduce(self._taught[1:].clone(), "sum").tolist()
+            self.outside_share = outside / heard if heard else None
+            self._taught.zero_()
+
+    def _count_taught(self, inputs: dict[str, Any], teaches: Tensor) -> None:
+        """Counts responses with a gradient in the update, peers' without one in the round, and all peers' that ran."""
+        peers = ~inputs["is_own"] & ~inputs["filler"] & (inputs["advantages"] != 0)
+        self._taught += torch.stack([teaches.sum(), (peers & ~teaches).sum(), peers.sum()]).to(self._taught)
+
+    def _has_own_formula(self, inputs: dict[str, Any]) -> Tensor:
+        return torch.ones_like(inputs["is_own"]) if self.args.method == "naive" else inputs["is_own"]
+
+    def _ranges(self, update: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Lowest and highest unclipped ratio of own and of peers' responses."""
+        delta, step = self.args.peer_clip_delta, self.args.peer_clip_step
+        peers = (-1.0, torch.inf) if delta is None else (peer_clip_lower(update, delta, step), 1.0)
+        return (1 - self.epsilon_low, 1 + self.epsilon_high), peers
+
+    def _add_statistics(
+        self, inputs: dict[str, Any], update: int, ratio: Tensor, kl: Tensor | None, entropies: Tensor | None
+    ) -> Tensor:
+        own_range, peer_range = self._ranges(update)
+        return self.statistics.add(
+            source=inputs["source"],
+            ratio=ratio,
+            advantages=torch.where(inputs["completion_mask"].any(-1), inputs["advantages"], 0.0),
+            is_own=self._has_own_formula(inputs),
+            own_range=own_range,
+            peer_range=peer_range,
+            kl=kl,
+            entropy=entropies,
+            mask=inputs["completion_mask"],
+            filler=inputs["filler"],
+        )
 
     def _logps_of(self, model: nn.Module, batch: dict[str, Any], **kwargs) -> tuple[Tensor, Tensor | None, Any]:
         return self._get_per_token_logps_and_entropies(
@@ -589,10 +823,13 @@ class HACPOAgent(FSDPAgent):
         logps, entropies, aux_loss = self._logps_of(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        ratio = torch.exp(sequence_log_ratio(logps, mask, inputs["source_logp"]))  # (R,)
-        written_here = inputs["is_own"]
-        naive = args.method == "naive"
-        is_own = torch.ones_like(written_here) if naive else written_here
+        written_here, source_logp = inputs["is_own"], inputs["source_logp"]
+        if inputs["is_first"]:
+            sums = summed_logps(logps.detach(), mask)
+            source_logp = torch.where(written_here, sums / mask.sum(-1).clamp(min=1), source_logp)
+            self._keep_sums(self._batch, sums)
+        ratio = torch.exp(sequence_log_ratio(logps, mask, source_logp))  # (R,)
+        is_own = self._has_own_formula(inputs)
         objective = hacpo_objective(
             ratio,
             inputs["advantages"],
@@ -625,21 +862,9 @@ class HACPOAgent(FSDPAgent):
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
 
-        delta = args.peer_clip_delta
-        self.statistics.add(
-            source=inputs["source"],
-            ratio=ratio.detach(),
-            advantages=inputs["advantages"],
-            is_own=is_own,
-            own_range=(1 - self.epsilon_low, 1 + self.epsilon_high),
-            peer_range=(-1.0, torch.inf)
-            if delta is None
-            else (peer_clip_lower(inputs["update_index"], delta, args.peer_clip_step), 1.0),
-            kl=None if kl is None else kl.detach() * written_here,
-            entropy=entropies.detach(),
-            mask=mask,
-            filler=inputs["filler"],
-        )
+        kl = None if kl is None else kl.detach() * written_here
+        teaches = self._add_statistics(inputs, inputs["update_index"], ratio.detach(), kl, entropies.detach())
+        self._count_taught(inputs, teaches)
         return loss
 
     # -- a peer's part in the leader's loop -----------------------------------------------------------------------
@@ -700,6 +925,11 @@ class HACPOAgent(FSDPAgent):
         if set(load_result.missing_keys) - tied or load_result.unexpected_keys:  # tied weights are saved once
             super()._issue_warnings_after_load(load_result)
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        if self.is_deepspeed_enabled and self._update and not any(self._update):
+            return 0.0  # the engine would tell the norm of the update before
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
     def _load_best_model(self):
         self.activate()
         super()._load_best_model()
@@ -756,7 +986,7 @@ class HACPOAgent(FSDPAgent):
                 self._losses.append(self.training_step(self.model_wrapped, None).item())
             if is_update:
                 started = time.perf_counter()
-                self._update()
+                self._step_optimizer()
                 self.timings["updating"] += time.perf_counter() - started
         gradient_state._set_sync_gradients(leaders_sync)
 
@@ -765,7 +995,7 @@ class HACPOAgent(FSDPAgent):
         self._round_start = self._step
         self.grad_norms.clear()
 
-    def _update(self) -> None:
+    def _step_optimizer(self) -> None:
         metrics = self._metrics["train"]
         grad_norm = None
         if self.args.max_grad_norm > 0:

@@ -96,6 +96,7 @@ def write_team_state(folder: str, trainer: "HACPOTrainer") -> None:
         "updates_per_round": trainer.updates_per_round,
         "round": trainer.state.global_step // trainer.updates_per_round,
         "capability": trainer.capability.state_dict(),
+        "outside_shares": [agent.outside_share for agent in trainer.agents],
         "resumable": not trainer.args.save_only_model,
         "exact": _what_exact_resuming_needs(trainer),
     }

@@ -38,6 +38,8 @@ SHARED_ONLY = (
     "length_normalization",
     "peer_overflow",
     "skip_silent_responses",
+    "screen_peers",
+    "micro_batches",
     "source_logps",
 )
 
@@ -109,8 +111,20 @@ class HACPOConfig(GRPOConfig):
             "shared" (both sums over the learner's token count).
         peer_overflow: "truncate" or "drop" a peer's response that is longer, in the learner's tokens, than the
             learner's `max_completion_length`. `mask_truncated_completions` drops it, too.
-        skip_silent_responses: leave out the forward and backward pass of peers' responses whose advantage is 0. They
-            have no gradient, so the weights stay the same; False runs them all, for complete ratio statistics.
+        skip_silent_responses: leave out the forward and backward pass of responses that have no gradient because their
+            advantage is 0: peers', and with `beta=0` and no entropy bonus own ones, too. The weights stay the same;
+            False runs them all, for complete ratio statistics. A router loss (MoE) sees every token, so nothing is
+            left out then.
+        screen_peers: "on": before each update on peers' responses one pass without gradient finds those outside of
+            the clip range, which are left out of the update; "off"; "auto": on when more than a quarter (a third
+            without gradient checkpointing) were outside in the round before. The gradient stays the same.
+        micro_batches: "rows": an update is cut into micro-batches of equally many responses; "tokens": so that the
+            largest one, with its padding, has as few tokens as possible; "auto": by tokens where that makes it smaller
+            by more than a tenth. The loss is a sum over the update, so the gradient stays the same.
+        skip_idle_updates: an update in which no response of any process has a gradient of the objective (all
+            advantages 0, or all outside of the clip range) takes no optimizer step: neither the KL divergence alone
+            nor the optimizer's momentum moves the weights. False: it steps, as TRL's GRPOTrainer does. Schedule, step
+            count and logs go on both ways.
         stop_texts: a response ends with the token that completes one of these texts, as with an end token, in training
             (transformers' generate or vLLM) and in its evaluations. The tokens up to there belong to the response;
             reward functions read the text before the stop text. `hacpo train` sets "\\nProblem:" for its plain prompts
@@ -271,7 +285,25 @@ class HACPOConfig(GRPOConfig):
     )
     skip_silent_responses: bool = field(
         default=True,
-        metadata={"help": "Spare the passes over peers' responses without advantage; the weights stay the same."},
+        metadata={"help": "Spare the passes over responses without a gradient; the weights stay the same."},
+    )
+    screen_peers: str = field(
+        default="auto",
+        metadata={
+            "help": "Find and leave out peers' responses without gradient: 'on', 'off' or, where it pays, 'auto'.",
+            "choices": ("auto", "on", "off"),
+        },
+    )
+    micro_batches: str = field(
+        default="auto",
+        metadata={
+            "help": "Cut updates into micro-batches by 'rows' or 'tokens'; 'auto': by tokens where rows differ much.",
+            "choices": ("auto", "rows", "tokens"),
+        },
+    )
+    skip_idle_updates: bool = field(
+        default=True,
+        metadata={"help": "Take no optimizer step in an update in which no response has a gradient (TRL does)."},
     )
     stop_texts: list[str] | None = field(
         default=None,
@@ -393,6 +425,8 @@ class HACPOConfig(GRPOConfig):
             "length_normalization": ("own", "shared"),
             "peer_overflow": ("truncate", "drop"),
             "source_logps": ("trainer", "sampler"),
+            "screen_peers": ("auto", "on", "off"),
+            "micro_batches": ("auto", "rows", "tokens"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -1,6 +1,6 @@
 """Running statistics of a learner's updates, one row of sums per source, kept on the device until they are logged.
 
-Needs only torch. Nothing here waits for the device: the only synchronisation is the read-out in `drain`.
+Needs torch and the equations only. Nothing here waits for the device but the read-out in `drain`.
 """
 
 from collections.abc import Callable
@@ -8,9 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .objective import in_range, summed_logps
+
 _SUMS = (
     "count",  # responses that ran
-    "silent",  # responses that did not run, having no advantage
+    "silent",  # responses that did not run, having no gradient
     "ratio",
     "ratio_squared",
     "below",  # ratio below the clip range
@@ -55,10 +57,10 @@ class UpdateStatistics:
         own_range: tuple[float, float],
         peer_range: tuple[float, float],
         kl: Tensor | None,
-        entropy: Tensor,
+        entropy: Tensor | None,
         mask: Tensor,
         filler: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor:
         """Adds one micro-batch.
 
         Args:
@@ -69,16 +71,19 @@ class UpdateStatistics:
             own_range: lowest and highest unclipped ratio of own responses.
             peer_range: the same of peers' responses.
             kl: (R,) divergence of own responses, or None.
-            entropy: (R, T) entropy of every token's distribution.
+            entropy: (R, T) entropy of every token's distribution, or None.
             mask: (R, T).
             filler: (R,) bool, responses that do not count, or None.
+
+        Returns:
+            (R,) bool, which of them have a gradient of the objective.
         """
         low = torch.where(is_own, own_range[0], peer_range[0])
         high = torch.where(is_own, own_range[1], peer_range[1])
         below, above = ratio < low, ratio > high
         low_clipped = is_own & below & (advantages < 0)
         high_clipped = is_own & above & (advantages > 0)
-        outside = torch.where(is_own, low_clipped | high_clipped, below | above)
+        teaches = in_range(ratio, advantages, is_own, own_range, peer_range) & (advantages != 0)
         zero = torch.zeros_like(ratio)
         columns = {
             "count": torch.ones_like(ratio),
@@ -87,12 +92,12 @@ class UpdateStatistics:
             "ratio_squared": ratio.to(self.sums).square(),
             "below": below,
             "above": above,
-            "no_gradient": outside | (advantages == 0),
-            "repelling": ~outside & (advantages < 0),
+            "no_gradient": ~teaches,
+            "repelling": teaches & (advantages < 0),
             "low_clipped": low_clipped,
             "high_clipped": high_clipped,
             "kl": zero if kl is None else kl,
-            "entropy": torch.where(mask.bool(), entropy, torch.zeros_like(entropy)).sum(-1),
+            "entropy": zero if entropy is None else summed_logps(entropy, mask),
             "tokens": mask.sum(-1),
         }
         rows = torch.stack([columns[name].to(self.sums) for name in _SUMS], dim=-1)  # (R, len(_SUMS))
@@ -102,9 +107,10 @@ class UpdateStatistics:
             ratio = torch.where(filler, torch.zeros_like(ratio), ratio)
         self.sums.index_add_(0, source, rows)
         self.ratio_max.scatter_reduce_(0, source, ratio, "amax")
+        return teaches
 
     def add_silent(self, source: int, count: int) -> None:
-        """Counts responses of a source that were left out because they have no advantage."""
+        """Counts responses of a source that were not run because they have no gradient."""
         self.sums[source, _SUMS.index("silent")] += count
 
     def drain(

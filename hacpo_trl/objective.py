@@ -199,10 +199,68 @@ def sequence_log_ratio(logps: Tensor, mask: Tensor, source_mean_logp: Tensor, ma
     Returns:
         (R,). A row without a token counts as a learner's mean of 0.
     """
-    keep = mask.bool()
-    kept = torch.where(keep, logps, torch.zeros_like(logps))
-    mean_logp = kept.sum(-1) / keep.sum(-1).clamp(min=1)
+    mean_logp = summed_logps(logps, mask) / mask.bool().sum(-1).clamp(min=1)
     return (mean_logp - source_mean_logp).clamp(-max_abs, max_abs)
+
+
+def summed_logps(logps: Tensor, mask: Tensor) -> Tensor:
+    """(R,) log-probability of every response, from (R, T) of its tokens. What stands outside the mask may be NaN."""
+    return torch.where(mask.bool(), logps, torch.zeros_like(logps)).sum(-1)
+
+
+def in_range(
+    ratio: Tensor,
+    advantages: Tensor,
+    is_own: Tensor,
+    own_range: tuple[float, float],
+    peer_range: tuple[float, float],
+    slack: float = 0.0,
+) -> Tensor:
+    """Whether the clip leaves a response its gradient in `hacpo_objective`.
+
+    Own responses lose it below the range with a negative advantage and above it with a positive one, peers' outside
+    of the range whatever the sign.
+
+    Args:
+        ratio: (R,) importance ratio s.
+        advantages: (R,).
+        is_own: (R,) whether the own formula applies.
+        own_range: lowest and highest unclipped ratio of own responses.
+        peer_range: the same of peers' responses.
+        slack: how far outside still counts as inside.
+
+    Returns:
+        (R,) bool.
+    """
+    below = ratio < torch.where(is_own, own_range[0], peer_range[0]) - slack
+    above = ratio > torch.where(is_own, own_range[1], peer_range[1]) + slack
+    return ~torch.where(is_own, (below & (advantages < 0)) | (above & (advantages > 0)), below | above)
+
+
+def sampler_correction(
+    logps: Tensor, sampled_logps: Tensor, mode: str, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """Truncated or masked importance weights of one response, between the weights that sampled and those that train.
+
+    Args:
+        logps: (T,) log-probabilities under the training weights when the response was sampled.
+        sampled_logps: (T,) what the sampler reported; a NaN leaves its token without a correction.
+        mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": weights of tokens or of the whole
+            response, held within the bounds or set to 0 outside of them.
+        low: smallest weight, or None.
+        high: largest weight, or None.
+
+    Returns:
+        (T,), the same number for all tokens in the modes of sequences.
+    """
+    difference = torch.nan_to_num(logps - sampled_logps, nan=0.0)
+    if mode.startswith("sequence"):
+        difference = difference.sum().expand_as(difference)
+    weights = difference.exp()
+    low, high = -torch.inf if low is None else low, torch.inf if high is None else high
+    if mode.endswith("truncate"):
+        return weights.clamp(low, high)
+    return torch.where((weights < low) | (weights > high), torch.zeros_like(weights), weights)
 
 
 def peer_clip_lower(update_index: int, delta: float = 0.2, delta_step: float = 0.025) -> float:

@@ -3,8 +3,11 @@
 Needs torch only. R is the number of responses of one agent on this process. See texts.py for the exchange of texts.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +26,11 @@ class Rollout:
         texts: R responses as the reward functions read them, without special tokens and stop text.
         finished: R flags, True when the response ended itself, by an end token or a stop text.
         masked: R flags, True when `mask_truncated_completions` takes the response out of every loss.
-        logp_sums: (R,) sum of the response's log-probabilities under the weights that sampled it; None when no other
-            agent needs it.
-        peer_logp_sums: (R,) what peers compare with, where it is not `logp_sums`.
-        per_token: name -> R tensors (T_i,): what TRL computed for the own loss ("ref_per_token_logps",
-            "old_per_token_logps", "importance_sampling_ratio").
         rewards: (B * G,) rewards of **all** processes, NaN for unscorable responses.
+        sampled_logps: R tensors (T_i,) that vLLM reported, NaN where they are not usable; None without vLLM.
+        logp_sums: (R,) sum of a response's log-probabilities that its writer's ratio compares with: under the weights
+            that sampled it, or as vLLM reported it. NaN until it is known, see `HACPOAgent.measure`.
+        peer_logp_sums: (R,) the same for the ratios of peers; by default the same tensor.
         for_peers: the responses as peers read them; None when nothing is shared.
     """
 
@@ -37,11 +39,17 @@ class Rollout:
     texts: list[str]
     finished: list[bool]
     masked: list[bool]
-    logp_sums: Tensor | None
-    per_token: dict[str, list[Tensor]]
     rewards: Tensor
-    peer_logp_sums: Tensor | None = None
     for_peers: ResponseTexts | None = None
+    sampled_logps: list[Tensor] | None = None
+    logp_sums: Tensor = None  # type: ignore[assignment]
+    peer_logp_sums: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self):
+        if self.logp_sums is None:
+            self.logp_sums = torch.full((len(self),), torch.nan)
+        if self.peer_logp_sums is None:
+            self.peer_logp_sums = self.logp_sums
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -57,12 +65,13 @@ class Row:
         completion_ids: (T,) in the learner's tokens, T >= 1.
         advantage: its advantage for this learner.
         coefficient: capability discrepancy coefficient c(learner <- source).
-        source_logp: mean log-probability that the ratio compares with.
         masked: True when the row must not act on any loss.
-        per_token: see `Rollout.per_token`; empty for peers' responses.
-        update: index of the update of a pass that the row belongs to, set by `plan_round`.
-        filler: True for a row without advantage that only keeps a pass from being empty, set by `plan_round`; the
-            statistics leave it out.
+        index: its place in the source's rollout.
+        logp_sums: (R,) of the source's rollout, where the sum that the ratio compares with stands once it is known.
+        divisor: number of tokens that makes a mean of that sum.
+        per_token: name -> (T,) what the own loss needs of every token ("ref_per_token_logps", "old_per_token_logps",
+            "importance_sampling_ratio"); empty for peers' responses.
+        filler: True for a row that only keeps a pass from being empty; the statistics leave it out.
     """
 
     source: int
@@ -70,11 +79,22 @@ class Row:
     completion_ids: Tensor
     advantage: float = 0.0
     coefficient: float = 1.0
-    source_logp: float = 0.0
     masked: bool = False
+    index: int = 0
+    logp_sums: Tensor | None = None
+    divisor: int = 1
     per_token: dict[str, Tensor] = field(default_factory=dict)
-    update: int = 0
     filler: bool = False
+
+    @property
+    def source_logp(self) -> float:
+        """Mean log-probability that the ratio compares with; NaN as long as it is not known."""
+        return math.nan if self.logp_sums is None else self.logp_sums[self.index].item() / self.divisor
+
+    @property
+    def can_teach(self) -> bool:
+        """Whether the row can have a gradient of the objective (the clip range may still take it)."""
+        return self.advantage != 0.0 and not self.masked
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -88,22 +108,19 @@ def own_rows(rollout: Rollout, source: int, advantages: Tensor) -> list[Row]:
         source: the learner's index.
         advantages: (R,).
     """
-    rows = []
-    for i in range(len(rollout)):
-        length = len(rollout.completion_ids[i])
-        logp = 0.0 if rollout.logp_sums is None else rollout.logp_sums[i].item() / max(length, 1)
-        rows.append(
-            Row(
-                source=source,
-                prompt_ids=rollout.prompt_ids[i],
-                completion_ids=rollout.completion_ids[i],
-                advantage=advantages[i].item(),
-                source_logp=logp,
-                masked=rollout.masked[i],
-                per_token={name: values[i] for name, values in rollout.per_token.items()},
-            )
+    return [
+        Row(
+            source=source,
+            prompt_ids=rollout.prompt_ids[i],
+            completion_ids=rollout.completion_ids[i],
+            advantage=advantages[i].item(),
+            masked=rollout.masked[i],
+            index=i,
+            logp_sums=rollout.logp_sums,
+            divisor=max(len(rollout.completion_ids[i]), 1),
         )
-    return rows
+        for i in range(len(rollout))
+    ]
 
 
 def peer_rows(
@@ -132,7 +149,6 @@ def peer_rows(
         drop_overflowing: give a response beyond the learner's limit no advantage instead of cutting it.
     """
     rows = []
-    logp_sums = rollout.logp_sums if rollout.peer_logp_sums is None else rollout.peer_logp_sums
     for i in range(len(rollout)):
         own_length = max(len(rollout.completion_ids[i]), 1)
         length = max(encoded.lengths[i], 1) if shared_length else own_length
@@ -146,11 +162,26 @@ def peer_rows(
                 completion_ids=torch.tensor(encoded.ids[i] or [pad_id], dtype=torch.long),
                 advantage=0.0 if unusable else advantages[i].item(),
                 coefficient=coefficient,
-                source_logp=logp_sums[i].item() / length,
                 masked=empty,
+                index=i,
+                logp_sums=rollout.peer_logp_sums,
+                divisor=length,
             )
         )
     return rows
+
+
+class Plan(NamedTuple):
+    """A learner's updates of a round.
+
+    Attributes:
+        batches: micro-batches in order; every `steps_per_update` of them make an update. The first ones of an update
+            are empty lists where it needs fewer; all of them are where nothing in it can teach.
+        left_out: for every update of one pass, source -> number of its responses that are not run.
+    """
+
+    batches: list[list[Row]]
+    left_out: list[Counter[int]]
 
 
 def plan_round(
@@ -162,15 +193,17 @@ def plan_round(
     iterations: int = 1,
     own_first: bool = True,
     skip_silent: bool = True,
+    own_always: bool = True,
+    skip_updates: bool = False,
+    cut: str = "rows",
     agree: Callable[[list[int]], list[int]] = lambda counts: counts,
-) -> list[list[Row]]:
+) -> Plan:
     """Orders a learner's rows of a round into micro-batches.
 
     The own responses come shuffled and first, then those of all peers, shuffled; or all are shuffled together. An
     update takes `steps_per_update` micro-batches of `rows_per_step` rows. Within an update the rows are sorted by
-    length, so that little is padded. A peer's row without advantage has no gradient: with `skip_silent` such rows
-    are left out, and the others make as few micro-batches as they need, the update's last ones (its first ones are
-    empty lists).
+    length, so that little is padded. With `skip_silent` rows that have no gradient are left out, and the others make
+    as few micro-batches as they need, the update's last ones.
 
     Args:
         own: R rows.
@@ -180,11 +213,15 @@ def plan_round(
         iterations: passes over all rows.
         own_first: see above.
         skip_silent: see above.
-        agree: takes the number of micro-batches that every update needs here and returns how many it needs on all
-            processes (the maximum): all must run the same number of passes.
+        own_always: own responses have a gradient without advantage, too (KL, entropy).
+        skip_updates: an update in which no row of any process can teach has no micro-batch at all; without, each has
+            at least one, with a row that fills it.
+        cut: see `cut_rows`.
+        agree: takes numbers of this process and returns the largest ones of all processes, which must run the same
+            number of passes. Called once.
 
     Returns:
-        Micro-batches in order; every `steps_per_update` of them make an update. An update has at least one with rows.
+        The plan. The rows that it holds are those passed in, but fillers, which are copies.
     """
     own = [own[i] for i in torch.randperm(len(own)).tolist()]
     # Drawing for peers must not move the random numbers of a lone agent: N = 1 equals TRL's GRPOTrainer
@@ -195,33 +232,109 @@ def plan_round(
 
     per_update = rows_per_step * steps_per_update
     updates = [ordered[i : i + per_update] for i in range(0, len(ordered), per_update)]
-    for index, update in enumerate(updates):
-        for row in update:
-            row.update = index
     own_source = own[0].source if own else None
 
-    def is_silent(row: Row) -> bool:
-        return skip_silent and row.source != own_source and row.advantage == 0.0
+    def runs(row: Row) -> bool:
+        return not skip_silent or row.can_teach or (own_always and row.source == own_source)
 
-    needed = agree([-(-sum(not is_silent(row) for row in update) // rows_per_step) for update in updates])
-    plan: list[list[Row]] = []
-    for update, steps in zip(updates, needed, strict=True):
-        active = [row for row in update if not is_silent(row)]
-        spare = [row for row in update if is_silent(row)]
-        steps = max(steps, 1)
-        fillers = spare[: max(steps - len(active), 0)]  # no pass may be empty
-        for row in fillers:
-            row.filler = True
-        rows = active + fillers
-        if steps_per_update > 1:
-            rows.sort(key=len, reverse=True)
-        bounds = [len(rows) * i // steps for i in range(steps + 1)]
-        plan += [[] for _ in range(steps_per_update - steps)]
-        plan += [rows[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
-    return plan * iterations
+    active = [[row for row in update if runs(row)] for update in updates]
+    agreed = agree(
+        [-(-len(rows) // rows_per_step) for rows in active]
+        + [int(any(row.can_teach for row in update)) for update in updates]
+    )
+    plan = Plan([], [])
+    for i, update in enumerate(updates):
+        needed, teaches = agreed[i], agreed[len(updates) + i]
+        steps = 0 if skip_updates and not teaches else max(needed, 1)
+        rows = active[i] if steps else []
+        plan.left_out.append(Counter(row.source for row in update) - Counter(row.source for row in rows))
+        spare = [row for row in update if not runs(row)]
+        plan.batches.extend(plan_update(rows, spare, steps, steps_per_update, cut))
+    return plan._replace(batches=plan.batches * iterations)
 
 
-def collate(rows: Sequence[Row], *, learner: int, pad_id: int, device: torch.device | str = "cpu") -> dict:
+def plan_update(
+    rows: Sequence[Row], spare: Sequence[Row], steps: int, steps_per_update: int, cut: str = "rows"
+) -> list[list[Row]]:
+    """Cuts an update's rows into micro-batches.
+
+    Args:
+        rows: to be run.
+        spare: others of the update; as many as are needed stand in where there are fewer rows than passes.
+        steps: passes, at most `steps_per_update`.
+        steps_per_update: micro-batches of the update.
+        cut: see `cut_rows`.
+
+    Returns:
+        `steps_per_update` micro-batches. The last `steps` of them have rows, the others none.
+    """
+    rows = [*rows, *(replace(row, filler=True) for row in spare[: max(steps - len(rows), 0)])] if steps else []
+    if steps_per_update > 1:
+        rows.sort(key=len, reverse=True)
+    return [[] for _ in range(steps_per_update - steps)] + cut_rows(rows, steps, cut)
+
+
+def cut_rows(rows: Sequence[Row], count: int, cut: str = "rows") -> list[list[Row]]:
+    """Cuts rows that are sorted by length into micro-batches, none of them empty.
+
+    Args:
+        rows: at least `count`.
+        count: micro-batches.
+        cut: "rows": equally many rows; "tokens": the padded size of the largest micro-batch is as small as it can
+            be; "auto": by tokens where that makes it smaller by more than a tenth.
+    """
+    bounds = [len(rows) * i // count for i in range(count + 1)] if count else [0]
+    equal = [list(rows[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    if cut == "rows" or count < 2:
+        return equal
+    by_tokens = _cut_by_tokens(rows, count)
+    largest = max(map(padded_tokens, equal))
+    return equal if cut == "auto" and max(map(padded_tokens, by_tokens)) > 0.9 * largest else by_tokens
+
+
+def padded_tokens(rows: Sequence[Row]) -> int:
+    """Tokens of a micro-batch with its padding."""
+    if not rows:
+        return 0
+    return len(rows) * (max(len(row.prompt_ids) for row in rows) + max(len(row.completion_ids) for row in rows))
+
+
+def _cut_by_tokens(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    def filled(budget: int) -> list[list[Row]]:
+        """As few micro-batches as a budget of padded tokens allows."""
+        batches: list[list[Row]] = []
+        prompt = completion = 0
+        for row in rows:
+            prompt, completion = max(prompt, len(row.prompt_ids)), max(completion, len(row.completion_ids))
+            if not batches or (len(batches[-1]) + 1) * (prompt + completion) > budget:
+                batches.append([])
+                prompt, completion = len(row.prompt_ids), len(row.completion_ids)
+            batches[-1].append(row)
+        return batches
+
+    low, high = max(map(len, rows)), padded_tokens(rows)
+    while low < high:
+        middle = (low + high) // 2
+        if len(filled(middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    batches = filled(low)
+    while len(batches) < count:  # passes that are left make the largest ones smaller
+        index = max((i for i in range(len(batches)) if len(batches[i]) > 1), key=lambda i: padded_tokens(batches[i]))
+        half = len(batches[index]) // 2
+        batches[index : index + 1] = [batches[index][:half], batches[index][half:]]
+    return batches
+
+
+def collate(
+    rows: Sequence[Row],
+    *,
+    learner: int,
+    pad_id: int,
+    device: torch.device | str = "cpu",
+    padded_like: Sequence[Row] | None = None,
+) -> dict:
     """A micro-batch, padded to its own longest prompt and response.
 
     Args:
@@ -229,12 +342,18 @@ def collate(rows: Sequence[Row], *, learner: int, pad_id: int, device: torch.dev
         learner: the learner's index.
         pad_id: fills the padding.
         device: where the tensors go.
+        padded_like: pad to the longest prompt and response of these rows, which hold `rows`: under left padding the
+            positions of the tokens, and in bf16 the log-probabilities, depend on it.
 
     Returns:
         prompt_ids, prompt_mask (R, P) padded on the left; completion_ids, completion_mask (R, T) padded on the right;
         advantages, coefficient, source_logp, is_own, source (R,); and every entry of `Row.per_token` that a row has,
         (R, T), with zeros for rows without it (peers').
     """
+    count = len(rows)
+    if padded_like is not None:  # the longest ones set the width, and are cut off below
+        rows = [*rows, max(padded_like, key=lambda r: len(r.prompt_ids))]
+        rows = [*rows, max(padded_like, key=lambda r: len(r.completion_ids))]
     prompts = [row.prompt_ids for row in rows]
     completions = [row.completion_ids for row in rows]
     batch = {
@@ -254,4 +373,4 @@ def collate(rows: Sequence[Row], *, learner: int, pad_id: int, device: torch.dev
     for name in sorted({name for row in rows for name in row.per_token}):
         values = [row.per_token.get(name, torch.zeros(len(row.completion_ids))) for row in rows]
         batch[name] = pad_sequence(values, batch_first=True)
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor[:count].to(device, non_blocking=True) for name, tensor in batch.items()}

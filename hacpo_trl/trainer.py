@@ -255,6 +255,8 @@ class HACPOTrainer(TeamLog, TeamFiles):
         if resume_from_checkpoint:
             resume_from_checkpoint, state = check_checkpoint(resume_from_checkpoint, self)
             self.capability.load_state_dict(state["capability"])
+            for agent, share in zip(self.agents, state.get("outside_shares", ()), strict=False):
+                agent.outside_share = share
             self._skip_epochs = self._finished_epochs(state["global_step"])
             if state["global_step"] >= self._total_steps():
                 return self._load_finished(resume_from_checkpoint, state["global_step"])
@@ -383,6 +385,9 @@ class HACPOTrainer(TeamLog, TeamFiles):
             agent.open_round()
             shares = agent.begin_round(rollouts, advantages[k][:, start : start + local], coefficients[k])
             self._log_round(agent, rollouts, shares)
+        for agent in reversed(self.agents):  # the last one that sampled is awake still, the first is updated next
+            peers = [peer for peer in self.agents if peer is not agent]
+            agent.measure(set().union(*(peer.heard(agent.agent_index) for peer in peers)))
 
     def _advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         """(N learners, N sources, B * G) from rewards (N, B, G); without sharing only each agent's own are not 0."""

@@ -42,6 +42,32 @@ def test_attributes_exist(agent_folders, tmp_path):
         assert hasattr(trainer, name), f"a trainer has no {name} any more"
 
 
+@pytest.mark.parametrize("vllm", [False, True])
+def test_trl_makes_no_log_probability_pass_while_an_agent_samples(monkeypatch, agent_folders, tmp_path, vllm):
+    args = config(tmp_path, beta=0.1, num_iterations=2)
+    trainer = team(agent_folders, ["char"], args)
+    if vllm:  # what TRL decides by; the responses come from generate all the same
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        single_turn = type(trainer)._generate_single_turn
+
+        def sampled(*args, **kwargs):
+            trainer.use_vllm = False
+            ids, _ = single_turn(trainer, *args, **kwargs)
+            trainer.use_vllm = True
+            return ids, [[-1.0] * len(tokens) for tokens in ids]
+
+        monkeypatch.setattr(trainer, "_generate_single_turn", sampled)
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("TRL computes log-probabilities, in another micro-batch than the update's")
+
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", forbidden)
+    before = {name: getattr(trainer, name) for name in _contract.STEERS_LOGP_PASSES}
+    rollout = trainer.sample(next(iter(trainer.get_train_dataloader())))
+    assert len(rollout) == 8 and (rollout.sampled_logps is not None) == vllm
+    assert {name: getattr(trainer, name) for name in _contract.STEERS_LOGP_PASSES} == before
+
+
 # Overrides of what TRL and transformers document
 PUBLIC = set(
     """train evaluate log save_model create_model_card init_hf_repo push_to_hub get_train_dataloader training_step

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 from conftest import all_weights, config, dataset, digit_reward, team, weights
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import hacpo_trl.agent
+from hacpo_trl.playground import AgentSpec, build_agent, save_agent
 
 
-def train_with_trl(folder, args, **changes):
+def train_with_trl(folder, args, train_dataset=None, **changes):
     """The same run by GRPOTrainer."""
     names = """output_dir use_cpu bf16 gradient_checkpointing report_to disable_tqdm save_strategy logging_steps
     num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation num_iterations
@@ -18,7 +20,7 @@ def train_with_trl(folder, args, **changes):
     importance_sampling_level lr_scheduler_type temperature use_bias_correction_kl
     disable_dropout""".split()
     settings = {name: getattr(args, name) for name in names}
-    trainer = GRPOTrainer(folder, digit_reward, GRPOConfig(**{**settings, **changes}), dataset())
+    trainer = GRPOTrainer(folder, digit_reward, GRPOConfig(**{**settings, **changes}), train_dataset or dataset())
     trainer.train()
     return weights(trainer.model)
 
@@ -39,6 +41,7 @@ def test_one_agent_is_trls_trainer(agent_folders, tmp_path, method, beta, correc
         max_steps=8,
         epsilon=0.2,
         epsilon_high=0.2,
+        skip_idle_updates=False,  # TRL's steps are taken without any advantage, too
     )
     trainer = team(agent_folders, ["bpe"], args)
     start = weights(trainer.model)
@@ -49,11 +52,75 @@ def test_one_agent_is_trls_trainer(agent_folders, tmp_path, method, beta, correc
 
 
 def test_one_agent_with_the_papers_clip_range_and_one_update_a_round(agent_folders, tmp_path):
-    args = config(tmp_path, beta=0.001, advantage_epsilon=1e-4, steps_per_generation=1, max_rounds=4)
+    args = config(
+        tmp_path, beta=0.001, advantage_epsilon=1e-4, steps_per_generation=1, max_rounds=4, skip_idle_updates=False
+    )
     trainer = team(agent_folders, ["char"], args)
     trainer.train()
     expected = train_with_trl(agent_folders["char"], args, max_steps=4)
     torch.testing.assert_close(weights(trainer.model), expected, atol=1e-5, rtol=0)
+
+
+DEEP = AgentSpec("deep", "llama", "char", hidden_size=32, num_layers=12, num_heads=2, seed=4)
+
+
+@pytest.fixture(scope="module")
+def folders_of_deep_agents(agent_folders, tmp_path_factory):
+    """With a random model of 12 layers, in which rounding adds up."""
+    model, tokenizer = build_agent(DEEP)
+    return {**agent_folders, "deep": save_agent(model, tokenizer, tmp_path_factory.mktemp("deep") / "deep")}
+
+
+def mixed_prompts():
+    """Prompts of 8 to 60 characters: what stands beside a response in its micro-batch moves its positions."""
+    prompts = ["Tell me. " * (1 + i % 6) + f"{i} + {i} =" for i in range(32)]
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def ratios_of_updates(trainer):
+    """(update in the round, ratio - 1) of every own response that is run, for the first agent."""
+    found, add = [], trainer.statistics.add
+
+    def recorded(**kwargs):
+        own = kwargs["source"] == trainer.agent_index
+        update = trainer._step % trainer.steps_per_round // trainer.args.gradient_accumulation_steps
+        found.extend((update, ratio - 1) for ratio in kwargs["ratio"][own].tolist())
+        return add(**kwargs)
+
+    trainer.statistics.add = recorded
+    return found
+
+
+@pytest.mark.parametrize("method", ["hacpo", "gspo"])
+@pytest.mark.parametrize("name", ["bpe", "deep"])
+def test_in_bf16_the_own_ratio_is_one_at_a_rounds_first_update(folders_of_deep_agents, tmp_path, name, method):
+    args = config(
+        tmp_path,
+        method=method,
+        bf16=True,
+        beta=0.01,
+        advantage_epsilon=1e-4,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        max_rounds=-1,
+        max_steps=6,
+        learning_rate=1e-4,
+        skip_idle_updates=False,
+    )
+    trainer = team(folders_of_deep_agents, [name], args, train_dataset=mixed_prompts())
+    ratios, start = ratios_of_updates(trainer), weights(trainer.model)
+    trainer.train()
+    name_of_share = f"{name}/clip_ratio/region_mean"
+    clipped = [entry[name_of_share] for entry in trainer.state.log_history if name_of_share in entry]
+    assert len(clipped) == 6 and clipped[::2] == [0.0] * 3
+    if method == "hacpo":
+        first = [deviation for update, deviation in ratios if update == 0]
+        assert len(first) == 24 and set(first) == {0.0}
+        assert any(deviation for update, deviation in ratios if update == 1)
+    expected = train_with_trl(folders_of_deep_agents[name], args, train_dataset=mixed_prompts())
+    # TRL's micro-batches are padded otherwise: in the later updates rounding decides on what is clipped
+    assert (weights(trainer.model) - expected).norm() < 0.3 * (expected - start).norm()
 
 
 @pytest.mark.parametrize("order", ["own_first", "shuffled"])
@@ -160,6 +227,7 @@ def test_the_update_follows_the_equations(agent_folders, tmp_path, monkeypatch, 
         temperature=0.8,
         max_rounds=1,
         length_normalization=length_normalization,
+        skip_idle_updates=False,
         max_grad_norm=0.0,
     )
     trainer = team(agent_folders, ["char", "bpe"], args)

@@ -1,6 +1,7 @@
 """Tests of the exchange of responses: other tokenizers' text, end tokens, rows, the plan of a round, and batches."""
 
 import json
+import math
 import random
 import string
 import time
@@ -498,7 +499,7 @@ def test_a_tokenizer_without_eos_token():
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def rollout(lengths, *, masked=None, logp_sums=None, per_token=None, texts=None):
+def rollout(lengths, *, masked=None, logp_sums=None, texts=None):
     count = len(lengths)
     return Rollout(
         prompt_ids=[torch.arange(1, 2 + i % 3) for i in range(count)],
@@ -507,18 +508,15 @@ def rollout(lengths, *, masked=None, logp_sums=None, per_token=None, texts=None)
         finished=[True] * count,
         masked=[False] * count if masked is None else masked,
         logp_sums=logp_sums,
-        per_token={} if per_token is None else per_token,
         rewards=torch.zeros(count),
     )
 
 
 def test_own_rows_keep_every_token():
-    reference = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 1, 4)]
     own = rollout(
         [3, 1, 4],
         masked=[False, True, False],
         logp_sums=torch.tensor([-3.0, -0.5, -2.0]),
-        per_token={"ref_per_token_logps": reference},
     )
     rows = own_rows(own, 2, torch.tensor([1.5, -0.25, 0.0]))
     assert [row.source for row in rows] == [2, 2, 2]
@@ -529,15 +527,25 @@ def test_own_rows_keep_every_token():
     for i, row in enumerate(rows):
         assert torch.equal(row.prompt_ids, own.prompt_ids[i])
         assert torch.equal(row.completion_ids, own.completion_ids[i])
-        assert torch.equal(row.per_token["ref_per_token_logps"], reference[i])
         assert len(row) == len(own.prompt_ids[i]) + len(own.completion_ids[i])
     assert len(own) == 3
 
 
-def test_own_rows_without_log_probabilities():
-    rows = own_rows(rollout([2, 3]), 0, torch.zeros(2))
-    assert [row.source_logp for row in rows] == [0.0, 0.0]
-    assert [row.per_token for row in rows] == [{}, {}]
+def test_log_probabilities_may_become_known_after_the_rows_are_made():
+    source = rollout([2, 3])
+    own = own_rows(source, 0, torch.zeros(2))
+    peers = peer_rows(
+        source,
+        EncodedResponses([[1], [2, 3, 4]], [1, 3], [False] * 2),
+        source.prompt_ids,
+        0,
+        torch.ones(2),
+        1.0,
+        pad_id=0,
+    )
+    assert all(math.isnan(row.source_logp) for row in own + peers)
+    source.logp_sums[:] = torch.tensor([-1.0, -6.0])
+    assert [row.source_logp for row in own] == [row.source_logp for row in peers] == [-0.5, -2.0]
 
 
 LOGPS = torch.tensor([-6.0, -6.0, -6.0, -6.0, -6.0])
@@ -611,6 +619,10 @@ def test_a_peer_without_tokens_does_not_divide_by_zero():
 # -- plan_round -------------------------------------------------------------------------------------------------------
 
 
+def planned(*args, **kwargs):
+    return plan_round(*args, **kwargs).batches
+
+
 def made_rows(count, source, generator, silent_share=0.0, own_zero=False):
     rows = []
     for i in range(count):
@@ -655,7 +667,7 @@ def random_case(seed, silent_share):
 @pytest.mark.parametrize("seed", range(25))
 def test_every_row_once_per_iteration(seed, own_first):
     own, peers, options, _ = random_case(seed, silent_share=0.5)
-    plan = plan_round(own, peers, **options, own_first=own_first, skip_silent=False)
+    plan = planned(own, peers, **options, own_first=own_first, skip_silent=False)
     per_step, steps, iterations = options.values()
     assert len(plan) == iterations * len(own + peers) // per_step
     assert all(len(batch) == per_step for batch in plan)
@@ -676,7 +688,7 @@ def test_every_row_once_per_iteration(seed, own_first):
 @pytest.mark.parametrize("seed", range(15))
 def test_silent_rows_are_skipped_but_no_update_is_empty(seed, silent_share, own_first):
     own, peers, options, _ = random_case(seed, silent_share)
-    plan = plan_round(own, peers, **options, own_first=own_first)
+    plan = planned(own, peers, **options, own_first=own_first)
     per_step, steps, iterations = options.values()
     assert len(plan) == iterations * len(own + peers) // per_step
     loud = [key(row) for row in own + peers if row.source == 0 or row.advantage != 0.0]
@@ -701,7 +713,7 @@ def test_skipping_moves_no_row_to_another_update(seed):
     plans = []
     for skip in (False, True):
         torch.manual_seed(seed)
-        plans.append(cut(plan_round(own, peers, **options, skip_silent=skip), options["steps_per_update"]))
+        plans.append(cut(planned(own, peers, **options, skip_silent=skip), options["steps_per_update"]))
     for everything, left in zip(*plans, strict=True):
         assert {key(row) for row in flat(left)} <= {key(row) for row in flat(everything)}
 
@@ -709,7 +721,7 @@ def test_skipping_moves_no_row_to_another_update(seed):
 def test_own_rows_without_advantage_are_never_silent():
     own, peers, options, _ = random_case(3, 1.0)
     assert all(row.advantage == 0.0 for row in own)
-    plan = plan_round(own, peers, rows_per_step=1, steps_per_update=len(own))
+    plan = planned(own, peers, rows_per_step=1, steps_per_update=len(own))
     assert sorted(key(row) for row in flat(plan) if row.source == 0) == sorted(map(key, own))
 
 
@@ -721,10 +733,11 @@ def test_other_processes_may_need_more_micro_batches(seed):
 
     def agree(counts):
         assert all(type(count) is int for count in counts)
-        asked.append([generator.randint(count, steps) for count in counts])
-        return asked[-1]
+        needed, teaches = counts[: len(counts) // 2], counts[len(counts) // 2 :]
+        asked.append([generator.randint(count, steps) for count in needed])
+        return asked[-1] + teaches
 
-    plan = plan_round(own, peers, **options, agree=agree)
+    plan = planned(own, peers, **options, agree=agree)
     assert len(asked) == 1, "the processes talk once a round"
     needed = asked[0] * iterations
     for update, count in zip(cut(plan, steps), needed, strict=True):
@@ -753,7 +766,7 @@ def test_processes_that_agree_run_the_same_passes():
     shapes = []
     for process, (own, peers) in enumerate(plans):
         torch.manual_seed(process)
-        plan = plan_round(own, peers, rows_per_step=2, steps_per_update=4, agree=lambda c: most)
+        plan = planned(own, peers, rows_per_step=2, steps_per_update=4, agree=lambda c: most)
         shapes.append([bool(batch) for batch in plan])
     assert shapes[0] == shapes[1]
 
@@ -761,7 +774,7 @@ def test_processes_that_agree_run_the_same_passes():
 def test_a_lone_agent_draws_exactly_one_permutation():
     own = made_rows(12, 0, random.Random(0))
     torch.manual_seed(5)
-    plan = plan_round(own, [], rows_per_step=3, steps_per_update=1, iterations=2)
+    plan = planned(own, [], rows_per_step=3, steps_per_update=1, iterations=2)
     state = torch.get_rng_state()
     torch.manual_seed(5)
     order = torch.randperm(12).tolist()
@@ -787,7 +800,7 @@ def test_orders_differ_from_round_to_round_and_with_the_seed():
 
     def orders(seed):
         torch.manual_seed(seed)
-        return [[key(row) for row in flat(plan_round(own, peers, **options))] for _ in range(2)]
+        return [[key(row) for row in flat(planned(own, peers, **options))] for _ in range(2)]
 
     assert orders(1) == orders(1)
     assert orders(1) != orders(2)
@@ -799,7 +812,7 @@ def test_shuffled_mixes_own_and_peers():
     generator = random.Random(0)
     own, peers = made_rows(64, 0, generator), made_rows(64, 1, generator)
     torch.manual_seed(0)
-    plan = plan_round(own, peers, rows_per_step=64, steps_per_update=1, own_first=False)
+    plan = planned(own, peers, rows_per_step=64, steps_per_update=1, own_first=False)
     share = sum(row.source == 0 for row in plan[0]) / 64
     assert 0.3 < share < 0.7
 
@@ -809,7 +822,7 @@ def test_peers_of_several_agents_are_mixed():
     own = made_rows(64, 0, generator)
     peers = made_rows(64, 1, generator) + made_rows(64, 2, generator)
     torch.manual_seed(0)
-    plan = plan_round(own, peers, rows_per_step=64, steps_per_update=1)
+    plan = planned(own, peers, rows_per_step=64, steps_per_update=1)
     assert {row.source for row in plan[0]} == {0}
     assert 0.3 < sum(row.source == 1 for row in plan[1]) / 64 < 0.7
 
@@ -819,7 +832,7 @@ def test_a_learner_that_is_not_the_first_agent():
     own, peers = made_rows(4, 2, generator), made_rows(4, 0, generator) + made_rows(4, 1, generator)
     for row in own + peers:
         row.advantage = 0.0
-    plan = plan_round(own, peers, rows_per_step=2, steps_per_update=2)
+    plan = planned(own, peers, rows_per_step=2, steps_per_update=2)
     assert sorted(key(row) for row in flat(plan[:2])) == sorted(map(key, own))
     assert [len(batch) for batch in plan] == [2, 2, 0, 1, 0, 1]
 
@@ -827,7 +840,7 @@ def test_a_learner_that_is_not_the_first_agent():
 def test_single_micro_batches_keep_the_drawn_order():
     own = made_rows(20, 0, random.Random(0))
     torch.manual_seed(9)
-    plan = plan_round(own, [], rows_per_step=5, steps_per_update=1)
+    plan = planned(own, [], rows_per_step=5, steps_per_update=1)
     torch.manual_seed(9)
     assert [key(row)[1] for row in flat(plan)] == torch.randperm(20).tolist()
 
@@ -844,12 +857,28 @@ def test_planning_leaves_its_arguments_alone():
 
 
 def mixed_rows():
+    sums = torch.tensor([-0.5, -3.0, -0.5])
     return [
         Row(
-            0, torch.tensor([1, 2, 3]), torch.tensor([4, 5]), 0.5, 1.0, -0.25, False, {"ref": torch.tensor([-1.0, -2])}
+            0,
+            torch.tensor([1, 2, 3]),
+            torch.tensor([4, 5]),
+            0.5,
+            logp_sums=sums,
+            divisor=2,
+            per_token={"ref": torch.tensor([-1.0, -2])},
         ),
-        Row(1, torch.tensor([6]), torch.tensor([7, 8, 9, 10]), -1.0, 1.5, -0.75),
-        Row(0, torch.tensor([11, 12]), torch.tensor([13]), 2.0, 1.0, -0.5, True, {"ref": torch.tensor([-3.0])}),
+        Row(1, torch.tensor([6]), torch.tensor([7, 8, 9, 10]), -1.0, 1.5, index=1, logp_sums=sums, divisor=4),
+        Row(
+            0,
+            torch.tensor([11, 12]),
+            torch.tensor([13]),
+            2.0,
+            masked=True,
+            index=2,
+            logp_sums=sums,
+            per_token={"ref": torch.tensor([-3.0])},
+        ),
     ]
 
 

@@ -171,7 +171,7 @@ def test_the_baselines_share_nothing(agent_folders, tmp_path, method):
 
 def test_settings_of_single_agents(agent_folders, tmp_path):
     overrides = {"bpe": {"learning_rate": 1e-9, "max_grad_norm": 1e-3, "lr_scheduler_type": "linear", "beta": 0.0}}
-    trainer = team(agent_folders, PAIR, config(tmp_path, agent_overrides=overrides, beta=0.1))
+    trainer = team(agent_folders, PAIR, config(tmp_path, agent_overrides=overrides, beta=0.1, skip_idle_updates=False))
     before = all_weights(trainer)
     norms = []
     clip = trainer.agents[1]._clip_grad_norm

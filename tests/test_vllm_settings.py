@@ -15,6 +15,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hacpo_trl._contract import VLLM_ATTRIBUTES
+from hacpo_trl.rollouts import own_rows
 from hacpo_trl.sampler import check_engine, connect, server_instance, usable_logprobs
 from hacpo_trl.turns import Turns
 
@@ -322,9 +323,27 @@ def test_an_engine_that_changed_the_trainers_model_is_refused(monkeypatch):
 
 
 def sampled_rollouts(trainer):
-    """What all agents sample in a first round."""
+    """What all agents sample in a first round, with the log-probabilities that its losses compare with."""
     inputs = next(iter(trainer.get_train_dataloader()))
-    return [agent.sample(inputs) for agent in trainer.agents]
+    rollouts = [agent.sample(inputs) for agent in trainer.agents]
+    for agent in trainer.agents:
+        agent.begin_round(rollouts, torch.ones(2, len(rollouts[0])), torch.ones(2))
+    for agent, peer in zip(trainer.agents, reversed(trainer.agents), strict=True):
+        agent.measure(peer.heard(agent.agent_index), all_rows=True)
+    return rollouts
+
+
+@torch.no_grad()
+def trainers_sums(agent, rollout):
+    """(R,) log-probability of every response under the agent's weights, in one batch."""
+    batch = agent._collate(own_rows(rollout, agent.agent_index, torch.zeros(len(rollout))))
+    return (agent._logps_of(agent.model, batch)[0] * batch["completion_mask"]).sum(-1)
+
+
+def corrections(agent):
+    """The own responses' corrections by their place in the rollout."""
+    rows = {row.index: row for row in agent._own_rows}
+    return [rows[i].per_token["importance_sampling_ratio"] for i in range(len(rows))]
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -334,16 +353,15 @@ def test_own_responses_are_corrected_for_the_sampler(monkeypatch, agent_folders,
     trainer, _ = vllm_team(monkeypatch, agent_folders, args, server=shift)
     rollouts = sampled_rollouts(trainer)
     agent, rollout = trainer, rollouts[0]
-    for ids, ratio in zip(rollout.completion_ids, rollout.per_token["importance_sampling_ratio"], strict=True):
+    for ids, ratio in zip(rollout.completion_ids, corrections(agent), strict=True):
         exponent = -0.05 * (len(ids) if mode.startswith("sequence") else 1)
         assert torch.allclose(ratio, torch.full_like(ratio, math.exp(exponent)), atol=1e-4)
     # peers compare with the training weights
-    assert torch.allclose(rollout.logp_sums, agent._logp_sums(rollout), atol=1e-4) and rollout.peer_logp_sums is None
+    assert torch.allclose(rollout.logp_sums, trainers_sums(agent, rollout), atol=1e-4)
+    assert rollout.peer_logp_sums is rollout.logp_sums
 
-    advantages = torch.ones(2, len(rollout))
-    agent.begin_round(rollouts, advantages, torch.ones(2))
     rows = [row for step in agent._plan for row in step if row.source == 0][:1]
-    batch = {**agent._collate(rows), "update_index": 0}
+    batch = {**agent._collate(rows), "update_index": 0, "is_first": False}
     corrected = agent._compute_loss(agent.model, dict(batch))
     factor = batch.pop("importance_sampling_ratio")[0, 0]
     assert torch.allclose(corrected, agent._compute_loss(agent.model, batch) * factor, atol=1e-6)
@@ -360,14 +378,13 @@ def test_source_logps_of_the_sampler(monkeypatch, agent_folders, tmp_path, corre
         logps = agent._get_per_token_logps_and_entropies
         agent._get_per_token_logps_and_entropies = lambda *a, logps=logps, **k: forwards.append(1) or logps(*a, **k)
     rollouts = sampled_rollouts(trainer)
-    assert len(forwards) == (2 if correction else 0)  # the pass over the own responses is saved
+    assert len(forwards) == (4 if correction else 0)  # the passes over the own responses are saved
     for agent, rollout in zip(trainer.agents, rollouts, strict=True):
-        trainers = agent._logp_sums(rollout)
+        trainers = trainers_sums(agent, rollout)
         samplers = trainers + 0.05 * torch.tensor([float(len(ids)) for ids in rollout.completion_ids])
-        peers = rollout.peer_logp_sums if correction else rollout.logp_sums
-        assert torch.allclose(peers, samplers, atol=1e-4)
+        assert torch.allclose(rollout.peer_logp_sums, samplers, atol=1e-4)
         assert torch.allclose(rollout.logp_sums, trainers if correction else samplers, atol=1e-4)
-        assert ("importance_sampling_ratio" in rollout.per_token) == correction
+        assert ("importance_sampling_ratio" in agent._own_rows[0].per_token) == correction
 
 
 def test_an_exact_sampler_trains_the_same_weights_as_the_trainers_log_probabilities(
@@ -408,11 +425,11 @@ def test_log_probabilities_that_are_not_finite_reach_no_loss(
     trainer, _ = vllm_team(monkeypatch, agent_folders, args, server={"logprobs": spoil})
     rollout = sampled_rollouts(trainer)[0]
     spoilt = torch.tensor([(i + 1) % 3 == 0 for i in range(len(rollout))])
-    peers = rollout.logp_sums if rollout.peer_logp_sums is None else rollout.peer_logp_sums
+    peers = rollout.peer_logp_sums
     assert torch.isfinite(peers).all() and torch.isfinite(rollout.logp_sums).all()
-    assert torch.allclose(peers[spoilt], trainer._logp_sums(rollout)[spoilt], atol=1e-4)
+    assert torch.allclose(peers[spoilt], trainers_sums(trainer, rollout)[spoilt], atol=1e-4)
     if correction:
-        for i, ratio in enumerate(rollout.per_token["importance_sampling_ratio"]):
+        for i, ratio in enumerate(corrections(trainer)):
             assert (ratio == 1).all() == spoilt[i]
     trainer.train()
     for vector in all_weights(trainer):

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="run by make test-vllm")
 
@@ -20,6 +21,7 @@ from test_serve import free_ports
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import shipped_agent
 from hacpo_trl.progress import RoundProgress
+from hacpo_trl.rollouts import own_rows
 from hacpo_trl.sampler import server_instance
 from hacpo_trl.serve import serve
 
@@ -116,8 +118,11 @@ def test_the_samplers_log_probabilities_are_the_trainers(servers, tmp_path, monk
     inputs = next(iter(trainer.get_train_dataloader()))
     for agent in trainer.agents:
         rollout = agent.sample(inputs)
-        assert not rollout.per_token and (rollout.logp_sums < 0).all()
-        assert (rollout.logp_sums - agent._logp_sums(rollout)).abs().max() < 1e-3  # sums over up to 32 tokens
+        assert (rollout.logp_sums < 0).all()
+        batch = agent._collate(own_rows(rollout, agent.agent_index, torch.zeros(len(rollout))))
+        with torch.no_grad():
+            sums = (agent._logps_of(agent.model, batch)[0] * batch["completion_mask"]).sum(-1)
+        assert (rollout.logp_sums - sums).abs().max() < 1e-3  # over up to 32 tokens
 
 
 def test_a_killed_server_is_named_and_a_new_one_takes_its_place(servers, tmp_path, monkeypatch):
