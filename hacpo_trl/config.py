@@ -52,8 +52,8 @@ _TEAM_FIELDS = frozenset(
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
     reward_weights max_reward rollout_order capability_window capability_metric capability_ratio_bounds baseline
     advantage_epsilon peer_advantages capability_coefficient report_to shuffle_dataset remove_unused_columns
-    log_completions offload_inactive_agents stop_texts push_to_hub save_only_model eval_delay run_name
-    vllm_server_urls bf16 fp16 tf32 use_cpu accelerator_config parallelism_config ddp_backend ddp_timeout fsdp
+    log_completions offload_inactive_agents stop_texts max_prompt_length push_to_hub save_only_model eval_delay
+    run_name vllm_server_urls bf16 fp16 tf32 use_cpu accelerator_config parallelism_config ddp_backend ddp_timeout fsdp
     fsdp_config local_rank""".split()
 )
 
@@ -125,6 +125,9 @@ class HACPOConfig(GRPOConfig):
             advantages 0, or all outside of the clip range) takes no optimizer step: neither the KL divergence alone
             nor the optimizer's momentum moves the weights. False: it steps, as TRL's GRPOTrainer does. Schedule, step
             count and logs go on both ways.
+        max_prompt_length: prompts with more tokens than this, for any of the agents, are left out of the data sets for
+            training and evaluation; a warning tells how many. None: a prompt that leaves a model no room for
+            `max_completion_length` tokens behind it is an error.
         stop_texts: a response ends with the token that completes one of these texts, as with an end token, in training
             (transformers' generate or vLLM) and in its evaluations. The tokens up to there belong to the response;
             reward functions read the text before the stop text. `hacpo train` sets "\\nProblem:" for its plain prompts
@@ -305,6 +308,10 @@ class HACPOConfig(GRPOConfig):
         default=True,
         metadata={"help": "Take no optimizer step in an update in which no response has a gradient (TRL does)."},
     )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={"help": "Leave out prompts that have more tokens than this for any of the agents."},
+    )
     stop_texts: list[str] | None = field(
         default=None,
         metadata={"help": "Texts that end a response, as an end token does; hacpo train has some for plain prompts."},
@@ -393,6 +400,8 @@ class HACPOConfig(GRPOConfig):
                 f"stop_texts={self.stop_texts!r} must be a list of different texts that are not empty, e.g. "
                 "['\\nProblem:']."
             )
+        if self.max_prompt_length is not None and not self.max_prompt_length >= 1:
+            raise ValueError(f"max_prompt_length={self.max_prompt_length} must be at least 1, or None.")
         if self.sampling_batch_size is not None and not self.sampling_batch_size >= 1:
             raise ValueError(f"sampling_batch_size={self.sampling_batch_size} must be at least 1.")
         for name in ("learning_rate", "alpha", "advantage_epsilon", "beta", "temperature"):

@@ -12,13 +12,11 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.processing_utils import ProcessorMixin
-from trl.data_utils import is_conversational
 from trl.trainer.utils import get_config_model_id
 
 from .config import HACPOConfig
 from .loading import check_trainable, find_origin, missing_folder
-
-_CHECKED_PROMPTS = 100_000  # the first prompts of a data set are all looked at
+from .prompt_check import PromptChecker, check_prompts
 
 # What TRL passes to reward functions besides the columns. It would put a column of that name aside, or fail
 _GRADING_ARGUMENTS = frozenset("prompts completions completion_ids trainer_state log_extra log_metric".split())
@@ -293,6 +291,16 @@ def _vocab_size(model: Any, args: HACPOConfig) -> int | None:
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
+def positions_of(model: Any, args: HACPOConfig) -> int | None:
+    """The longest text that a model reads, in tokens; None where it has no limit."""
+    try:
+        config = load_config(model, args) if _is_path(model) else model.config
+    except Exception:  # `check_models` tells
+        return None
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def _check_ids(model: Any, tokenizer: PreTrainedTokenizerBase, size: int, name: str, args: HACPOConfig) -> None:
     """Refuses padding and end tokens that the model has no embedding for."""
     if _is_path(model):
@@ -335,21 +343,26 @@ def check_dataset(
     names: Sequence[str],
     configs: Sequence[HACPOConfig],
     *,
+    models: Sequence[Any] = (),
     evaluation: bool = False,
-) -> None:
-    """Looks at the columns and the prompts.
+) -> Any:
+    """Looks at the columns and at every prompt.
 
     Args:
         dataset: the prompts to train on, or to evaluate on.
         tokenizers: one per agent.
         names: of the agents.
         configs: settings per agent.
+        models: one per agent, for the number of tokens that each reads.
         evaluation: whether it is a data set for evaluation.
+
+    Returns:
+        The data set without prompts longer than `max_prompt_length`. A stream checks its rows while it is read.
 
     Raises:
         TypeError: for something that is no data set.
-        ValueError: for a data set without prompts, with too few of them, with images, with empty prompts or with
-            chats that a tokenizer cannot render.
+        ValueError: for a data set without prompts, with too few of them, with images, or with a prompt that
+            `PromptChecker` refuses.
     """
     what, args = "eval_dataset" if evaluation else "train_dataset", configs[0]
     if not isinstance(dataset, (Dataset, IterableDataset)):
@@ -377,52 +390,29 @@ def check_dataset(
         raise ValueError(f"{what} has the column {images[0]!r}: images are not supported. Remove the column.")
     if evaluation:
         _check_eval_batches(args)
-    elif isinstance(dataset, Dataset):
-        needed = args.generation_batch_size // args.num_generations
-        if len(dataset) < needed:
-            raise ValueError(
-                f"{what} has {len(dataset)} prompts, but a round takes {needed} (generation_batch_size="
-                f"{args.generation_batch_size} / num_generations={args.num_generations}). Use more prompts or smaller "
-                "rounds."
-            )
     if first is None:
         raise ValueError(f"{what} has 0 prompts.")
-    chat = _check_prompt(first["prompt"], 0, what)
-    if isinstance(dataset, Dataset):
-        for i, prompt in enumerate(itertools.islice(dataset["prompt"], _CHECKED_PROMPTS)):
-            if _check_prompt(prompt, i, what) != chat:
-                raise ValueError(f"{what} mixes texts and chats: prompt 0 and prompt {i} differ. Use one kind.")
-    if chat:
-        for tokenizer, name, agent_args in zip(tokenizers, names, configs, strict=True):
-            _check_template(tokenizer, name, first["prompt"], agent_args.chat_template_kwargs or {})
+    positions = [positions_of(*pair) for pair in zip(models, configs, strict=True)] if models else [None] * len(names)
+    checker = PromptChecker(what, tokenizers, names, configs, positions)
+    if not evaluation:
+        _check_count(dataset, what, args)
+    checker.fitting([first["prompt"]], 0)  # of a stream, too
+    dataset = check_prompts(dataset, checker)
+    if not evaluation:
+        _check_count(dataset, what, args)
+    elif isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"{what}: max_prompt_length={args.max_prompt_length} leaves no prompt; use a larger one.")
+    return dataset
 
 
-def _check_prompt(prompt: Any, number: int, what: str) -> bool:
-    """Whether a prompt is a chat."""
-    # Of the prompt alone: TRL's test picks any of several columns, in an order that differs between processes
-    if isinstance(prompt, list) and prompt and is_conversational({"prompt": prompt}):
-        return True
-    if not isinstance(prompt, str) or not prompt:
-        kind = "is empty" if prompt in ("", []) else f"is {prompt!r:.80}, of type {type(prompt).__name__}"
+def _check_count(dataset: Any, what: str, args: HACPOConfig) -> None:
+    needed = args.generation_batch_size // args.num_generations
+    if isinstance(dataset, Dataset) and len(dataset) < needed:
         raise ValueError(
-            f'{what}: prompt {number} {kind}; use a text, or a chat [{{"role": "user", "content": "..."}}].'
+            f"{what} has {len(dataset)} prompts, but a round takes {needed} (generation_batch_size="
+            f"{args.generation_batch_size} / num_generations={args.num_generations}). Use more prompts or smaller "
+            "rounds."
         )
-    return False
-
-
-def _check_template(tokenizer: PreTrainedTokenizerBase, name: str, prompt: list[dict], kwargs: dict) -> None:
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"The prompts are chats, but the tokenizer of agent {name!r} has no chat template. Set "
-            "tokenizer.chat_template, or use plain text prompts."
-        )
-    try:
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **kwargs)
-    except Exception as error:  # templates raise errors of their own
-        raise ValueError(
-            f"The chat template of agent {name!r} cannot render the first prompt: {error}. Some templates know no "
-            "system message; put its text into the user's."
-        ) from error
 
 
 def _check_eval_batches(args: HACPOConfig) -> None:

@@ -5,6 +5,7 @@ given on the command line or in a YAML file named by --config; the command line 
 """
 
 import difflib
+import functools
 import os
 import random
 import sys
@@ -401,9 +402,11 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     lines.append(f"  responses that pass forward and backward, at most: {forwards} of each agent")
 
     lines.append(f"memory on each GPU, estimated for prompts of 1024 tokens: {_memory(script, args, model_args)}")
+    check = functools.partial(
+        check_dataset, tokenizers=task.tokenizers, names=names, configs=configs, models=script.models
+    )
     if task.problems is not None:
-        problems = len(task.problems)
-        check_dataset(to_prompts(task.problems, task.form), task.tokenizers, names, configs)
+        problems = len(check(to_prompts(task.problems, task.form)))
         rounds = args.max_rounds if args.max_rounds > 0 else int(args.num_train_epochs * (problems // prompts))
         if args.max_steps > 0:
             rounds = args.max_steps // updates
@@ -411,8 +414,7 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     else:
         lines.append(f"{script.dataset}: a data set of the Hub, not looked at")
     if task.eval_problems is not None:
-        evaluation = to_prompts(task.eval_problems, task.form)
-        check_dataset(evaluation, task.tokenizers, names, configs, evaluation=True)
+        evaluation = check(to_prompts(task.eval_problems, task.form), evaluation=True)
         lines.append(f"{len(evaluation)} problems to evaluate on")
     elif script.eval_dataset_file:
         lines.append(f"{script.eval_dataset_file}, to evaluate on: a data set of the Hub, not looked at")

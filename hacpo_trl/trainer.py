@@ -133,11 +133,12 @@ class HACPOTrainer(TeamLog, TeamFiles):
         tokenizers = load_tokenizers(
             models, per_agent(processing_classes, count, "processing_classes"), names, configs
         )
-        check_dataset(train_dataset, tokenizers, names, configs)
-
-        for eval_set in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            if eval_set is not None:
-                check_dataset(eval_set, tokenizers, names, configs, evaluation=True)
+        check = functools.partial(check_dataset, tokenizers=tokenizers, names=names, configs=configs, models=models)
+        train_dataset = check(train_dataset)
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {name: check(data, evaluation=True) for name, data in eval_dataset.items()}
+        elif eval_dataset is not None:
+            eval_dataset = check(eval_dataset, evaluation=True)
         if args.max_rounds > 0:
             for agent_args in configs:
                 agent_args.max_steps = args.max_rounds * args.updates_per_round(count)

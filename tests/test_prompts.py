@@ -234,6 +234,7 @@ def test_rows_of_a_training_set_are_evaluated_with_their_own_reward():
 # -- the command line of the training ---------------------------------------------------------------------------------
 
 SMALL = "--use_cpu --bf16 false --num_generations 2 --per_device_train_batch_size 4 --report_to none".split()
+SMALL += ["--max_completion_length", "64"]
 
 
 @pytest.fixture

@@ -414,7 +414,7 @@ def test_accuracies_are_checked(agent_folders, tmp_path):
 def test_no_setting_in_a_card_can_hold_a_path(tmp_path):
     """Every setting of text that a card names is one of a few words; a new one has to be looked at."""
     words = """lr_scheduler_type optim peer_clip_delta capability_metric baseline peer_advantages rollout_order
-    length_normalization peer_overflow source_logps chat_template_kwargs""".split()
+    length_normalization peer_overflow source_logps chat_template_kwargs stop_texts""".split()
     args = config(tmp_path, alpha=0.5)
     types = typing.get_type_hints(HACPOConfig)  # HfArgumentParser changes `type` of the fields themselves
     for field in dataclasses.fields(HACPOConfig):

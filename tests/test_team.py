@@ -13,9 +13,10 @@ import torch
 from conftest import CHAT_TEMPLATE, SPECS
 from datasets import Dataset, DatasetDict, IterableDataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.processing_utils import ProcessorMixin
 
+import hacpo_trl.prompt_check
 import hacpo_trl.team
 from hacpo_trl import HACPOConfig
 from hacpo_trl.playground import build_agent, save_agent
@@ -476,13 +477,13 @@ def test_an_empty_chat():
 @pytest.mark.parametrize("others", ["completion", "messages", "chosen", "rejected"])
 def test_only_the_prompt_decides_whether_it_is_a_chat(monkeypatch, others):
     # TRL's test looks at whichever of these columns comes first out of a set, in another order in every process
-    original = hacpo_trl.team.is_conversational
+    original = hacpo_trl.prompt_check.is_conversational
 
     def unlucky(example):
         worst = [key for key in example if key != "prompt"] or ["prompt"]
         return any(original({key: example[key]}) for key in worst if key in ("prompt", others))
 
-    monkeypatch.setattr(hacpo_trl.team, "is_conversational", unlucky)
+    monkeypatch.setattr(hacpo_trl.prompt_check, "is_conversational", unlucky)
     check(rows(**{others: CHAT}))  # texts, without a template
     check(rows(prompt=CHAT, **{others: "2"}), [with_template()])
     assert "chat template" in message_of(ValueError, check, rows(prompt=CHAT, **{others: "2"}), [tokenizer()])
@@ -498,6 +499,93 @@ def test_the_check_takes_one_example_of_a_stream():
 
     check(IterableDataset.from_generator(generate))
     assert len(taken) <= 2
+
+
+REFUSING = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+SYSTEM = [{"role": "system", "content": "Be short."}, *CHAT]
+
+
+def refusing():
+    mine = tokenizer()
+    mine.chat_template = REFUSING + "{{ m.content }}{% endfor %}"
+    return mine
+
+
+def test_every_row_goes_through_every_template():
+    data = Dataset.from_list([{"prompt": CHAT}] * 5 + [{"prompt": SYSTEM}] + [{"prompt": CHAT}] * 10)
+    message = message_of(ValueError, check, data, [with_template(), refusing()])
+    assert "agent 'agent1'" in message and "prompt 5 of train_dataset" in message and "no system role" in message
+
+
+def of_lengths(*lengths):
+    return Dataset.from_list([{"prompt": "1" * n, "answer": str(n)} for n in lengths])
+
+
+@pytest.fixture
+def short_model():
+    """Reads 32 tokens; the tests' tokenizer has one for each character."""
+    return LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                        num_attention_heads=2, max_position_embeddings=32))  # fmt: skip
+
+
+def lengths_of(dataset):
+    return [len(row["prompt"]) for row in dataset]
+
+
+def test_a_prompt_that_leaves_no_room_for_the_response(short_model):
+    args = config(max_completion_length=10)
+    arguments = ([tokenizer()], ["a"], [args])
+    fits = of_lengths(*[4] * 15, 22)
+    assert check_dataset(fits, *arguments, models=[short_model]) is fits
+    data = of_lengths(*[4] * 15, 23)
+    message = message_of(ValueError, check_dataset, data, *arguments, models=[short_model])
+    assert "agent 'a': prompt 15 of train_dataset has 23 tokens" in message and "more than the 32" in message
+    assert "max_completion_length=9, or max_prompt_length=22" in message
+    whole = of_lengths(*[4] * 15, 40)
+    assert "Use max_prompt_length=22" in message_of(ValueError, check_dataset, whole, *arguments, models=[short_model])
+
+
+def test_long_prompts_are_left_out_and_counted(short_model):
+    args = config(max_completion_length=10, max_prompt_length=6)
+    data = of_lengths(*[4, 7, 6] * 8)
+    with pytest.warns(
+        UserWarning, match=r"train_dataset: 8 of 24 prompts .*max_prompt_length=6.*: 1, 4, 7, 10, 13, \.\.\.\."
+    ):
+        left = check_dataset(data, [tokenizer()], ["a"], [args], models=[short_model])
+    assert lengths_of(left) == [4, 6] * 8 and left["answer"][1] == "6"
+    with pytest.warns(UserWarning, match="left out"):
+        message = message_of(ValueError, check, of_lengths(*[4, 7] * 2), max_prompt_length=5,
+                             num_generations=4, steps_per_generation=2)  # fmt: skip
+    assert "2 prompts" in message and "takes 4" in message
+    assert check(of_lengths(*[4] * 16)).num_rows == 16
+
+
+def test_the_longest_of_all_agents_counts():
+    double = with_template()  # its template writes the message twice
+    double.chat_template = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": "1" * n}]} for n in [2] * 16 + [4]])
+    with pytest.warns(UserWarning, match="1 of 17"):
+        left = check(data, [refusing(), double], max_prompt_length=6)
+    assert left.num_rows == 16
+
+
+def test_rows_of_a_stream_are_checked_when_they_are_read():
+    rows_read = check(stream(*({"prompt": "1" * n} for n in (4, 9, 5))), max_prompt_length=6)
+    assert lengths_of(rows_read) == [4, 5]
+    for bad, text in (("", "prompt 2 is empty"), (CHAT, "prompt 0 and prompt 2 differ")):
+        broken = check(stream({"prompt": "1"}, {"prompt": "2"}, {"prompt": bad}))
+        reading = iter(broken)
+        next(reading), next(reading)
+        with pytest.raises(ValueError, match=text):
+            next(reading)
+
+
+def test_many_prompts_are_tokenized_in_batches(monkeypatch):
+    mine, sizes = tokenizer(), []
+    call = type(mine).__call__
+    monkeypatch.setattr(type(mine), "__call__", lambda self, t, **kw: (sizes.append(len(t)), call(self, t, **kw))[1])
+    check(of_lengths(*[3] * 2500), [mine])
+    assert sum(sizes) == 2501 and len(sizes) == 4
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

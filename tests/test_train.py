@@ -14,6 +14,7 @@ from hacpo_trl.train import ScriptArguments, main
 
 MODELS = [shipped_agent("tiny-char"), shipped_agent("tiny-bpe")]
 SMALL = "--use_cpu --bf16 false --num_generations 4 --per_device_train_batch_size 8 --report_to none".split()
+SMALL += ["--max_completion_length", "64"]
 
 
 @pytest.fixture(autouse=True)
