@@ -34,7 +34,10 @@ def test_the_device_is_set_where_it_has_an_index(monkeypatch, device, expected):
 
         monkeypatch.setattr(getattr(torch, name), "set_device", set_device)
     agent = SimpleNamespace(
-        accelerator=SimpleNamespace(device=torch.device(device)), is_deepspeed_enabled=False, residency=None
+        accelerator=SimpleNamespace(device=torch.device(device)),
+        is_deepspeed_enabled=False,
+        restore_plugin=lambda: None,
+        residency=None,
     )
     HACPOAgent.activate(agent)
     assert calls == expected
