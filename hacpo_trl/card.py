@@ -38,8 +38,8 @@ _IF_CHANGED = """optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_
 disable_dropout use_bias_correction_kl mask_truncated_completions entropy_coef sync_ref_model ref_model_sync_steps
 ref_model_mixup_alpha reward_weights shuffle_dataset use_vllm vllm_importance_sampling_correction
 chat_template_kwargs""".split()
-_NOT_LEARNING = """agent_overrides hub_base_model_id max_rounds method offload_inactive_agents sampling_batch_size
-vllm_server_urls""".split()
+_NOT_LEARNING = """agent_overrides hub_base_model_id max_rounds method micro_batches offload_inactive_agents
+sampling_batch_size screen_peers vllm_server_urls""".split()
 
 _METHODS = {
     "hacpo": "HACPO: on every prompt all agents answer, each answer is graded once, and every agent learns from the "

@@ -58,7 +58,11 @@ def find_origin(path: str | os.PathLike, args: HACPOConfig) -> Origin:
         "revision": kwargs.get("revision"),
         "trust_remote_code": kwargs.get("trust_remote_code", args.trust_remote_code),
     }
-    if find_adapter_config_file(path, revision=arguments["revision"]) is None:
+    try:
+        found = find_adapter_config_file(path, revision=arguments["revision"])
+    except OSError:  # neither a folder nor an id; `check_models` tells
+        found = None
+    if found is None:
         return Origin(path, arguments)
     try:
         from peft import PeftConfig

@@ -124,7 +124,7 @@ def watch_memory(trainer):
             seen["peak"] = max(seen["peak"], resident_bytes(trainer.agents))
             storages = {p.grad.untyped_storage().data_ptr() for p in agent.model.parameters() if p.grad is not None}
             buckets = {storage.data_ptr() for storage, _ in agent.buckets.sizes} if agent.buckets else set()
-            seen["gradients"].append(storages == buckets)
+            seen["gradients"].append(storages in (buckets, set()))  # none where nothing was to learn
             return clip(model)
 
         agent._clip_grad_norm = watched

@@ -41,7 +41,7 @@ def test_train_math_on_a_local_file(tmp_path):
     )
     done = run_script("train_math.py", "--config", "run.yaml", "--alpha", 0.5, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "plain text" in done.stdout and "round 1/1: a" in done.stdout
+    assert "Prompts: plain" in done.stdout and "round 1/1: a" in done.stdout
     assert (tmp_path / "out" / "a" / "model.safetensors").exists()
     assert (tmp_path / "out" / "b" / "tokenizer.json").exists()
 
@@ -53,7 +53,7 @@ def test_dry_run_prints_the_plan(tmp_path):
         "train", "--dry_run", "--models", shipped_agent("tiny-char"), shipped_agent("tiny-bpe"), "--output_dir", "out",
         "--dataset", "train.jsonl", "--use_cpu", "--num_generations", "4", "--per_device_train_batch_size", "4",
         "--gradient_accumulation_steps", "2", "--agent_overrides", '{"tiny-bpe": {"learning_rate": 5e-7}}',
-        "--push_to_hub", "--hub_model_id", "me/team",
+        "--push_to_hub", "--hub_model_id", "me/team", "--max_completion_length", "64",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -291,7 +291,8 @@ def test_an_adapter_on_an_adapter_and_one_without_base(agent_folders, adapters, 
 def test_the_command_line_takes_adapters(adapters, tmp_path, capsys):
     (tmp_path / "problems.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n' * 8)
     options = ["--models", *adapters.values(), "--dataset", str(tmp_path / "problems.jsonl"), "--output_dir", "out"]
-    options += "--use_cpu true --bf16 false --num_generations 4 --per_device_train_batch_size 4 --dry_run".split()
+    options += "--use_cpu true --bf16 false --num_generations 4 --per_device_train_batch_size 4".split()
+    options += "--max_completion_length 64 --dry_run".split()
     assert main(options) == 0
     assert adapters["a"] in capsys.readouterr().out
     assert main([*options, "--use_peft"]) == 2

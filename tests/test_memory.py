@@ -272,7 +272,7 @@ def test_no_estimate_is_no_failure(tmp_path, capsys):
         "--output_dir",
         str(tmp_path / "out"),
     ]
-    run += ["--per_device_train_batch_size", "8", "--num_generations", "8"]
+    run += ["--per_device_train_batch_size", "8", "--num_generations", "8", "--max_completion_length", "64"]
     tokenizer = AutoTokenizer.from_pretrained(shipped_agent("tiny-char"))
     for kind, expected in (("mamba", "no estimate (a model of the type 'mamba'"), ("gpt2", "GiB")):
         folder = tmp_path / kind

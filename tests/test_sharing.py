@@ -95,7 +95,7 @@ def test_every_agent_gets_a_repository_of_its_own(shared):
         f"{hub.endpoint}/me/team-{name}/commit/{oid}" for name, oid in zip(PAIR, heads, strict=True)
     ]
     assert report["again"] == heads
-    model = {"README.md", "tokenizer.json", "tokenizer_config.json"}
+    model = {"README.md", "hacpo_prompt.json", "tokenizer.json", "tokenizer_config.json"}
     assert set(hub.files("me/team-char")) == model | {"config.json", "generation_config.json", "model.safetensors"}
     assert set(hub.files("me/team-bpe")) == model | {"adapter_config.json", "adapter_model.safetensors"}
     assert not hub.repositories["me/team-char"].private
