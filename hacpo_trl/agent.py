@@ -504,8 +504,9 @@ class HACPOAgent(FSDPAgent):
     def _skips_updates(self) -> bool:
         """Whether an update without a gradient of the objective takes no step."""
         other_gradients = self.aux_loss_enabled or self.entropy_coef != 0.0
-        # torch's gradient scaler cannot step without gradients
-        return self.args.skip_idle_updates and not other_gradients and self.accelerator.scaler is None
+        # DeepSpeed steps by itself in its last backward pass, and torch's gradient scaler cannot without gradients
+        always = self.is_deepspeed_enabled or self.accelerator.scaler is not None
+        return self.args.skip_idle_updates and not other_gradients and not always
 
     def heard(self, source: int) -> set[int]:
         """Places in a peer's rollout of the responses that this agent's updates run."""
@@ -763,12 +764,10 @@ class HACPOAgent(FSDPAgent):
     def _end_update(self, update: int) -> None:
         """Drops the gradients of an update in which no response of any process has one of the objective."""
         steps = any(self._update)
-        if self.args.shares_rollouts and self._skips_updates and steps and not self.is_deepspeed_enabled:
+        if self.args.shares_rollouts and self._skips_updates and steps:
             steps = bool(self._agree([int(self._taught[0] > 0)])[0])
             if not steps:
                 self.model_wrapped.zero_grad()
-        if not steps and self.is_deepspeed_enabled:
-            self.lr_scheduler.scheduler.step()  # else its engine does it with the optimizer
         self._metrics["train"]["skipped_updates"].append(float(not steps))
         self._taught[0] = 0
         if (update + 1) % (self.steps_per_round // self.args.gradient_accumulation_steps) == 0:

@@ -123,8 +123,8 @@ class HACPOConfig(GRPOConfig):
             by more than a tenth. The loss is a sum over the update, so the gradient stays the same.
         skip_idle_updates: an update in which no response of any process has a gradient of the objective (all
             advantages 0, or all outside of the clip range) takes no optimizer step: neither the KL divergence alone
-            nor the optimizer's momentum moves the weights. False: it steps, as TRL's GRPOTrainer does. Schedule, step
-            count and logs go on both ways.
+            nor the optimizer's momentum moves the weights. False: it steps, as TRL's GRPOTrainer does, and as always
+            with DeepSpeed. Schedule, step count and logs go on both ways.
         max_prompt_length: prompts with more tokens than this, for any of the agents, are left out of the data sets for
             training and evaluation; a warning tells how many. None: a prompt that leaves a model no room for
             `max_completion_length` tokens behind it is an error.

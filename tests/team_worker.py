@@ -137,7 +137,8 @@ def build(output_dir=SETTINGS["output_dir"], **changes):
         adapters = [
             LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None for lora in SETTINGS["lora"]
         ]
-    args = config(output_dir, **{**SETTINGS["config"], **changes})
+    # DeepSpeed always steps, and all runs are compared with each other
+    args = config(output_dir, **{"skip_idle_updates": False, **SETTINGS["config"], **changes})
     trainer = HACPOTrainer(
         SETTINGS["models"],
         digit_reward,

@@ -636,7 +636,14 @@ def test_responses_beyond_the_learners_limit(agent_folders, tmp_path, overflow):
     trainer = team(
         agent_folders,
         PAIR,
-        config(tmp_path, agent_overrides=overrides, peer_overflow=overflow, skip_silent_responses=False, max_rounds=1),
+        config(
+            tmp_path,
+            agent_overrides=overrides,
+            peer_overflow=overflow,
+            skip_silent_responses=False,
+            skip_idle_updates=False,
+            max_rounds=1,
+        ),
     )
     trainer.train()
     rows = [row for batch in trainer._plan for row in batch if row.source == 1]
