@@ -206,7 +206,7 @@ def _optimizer_tensors(agent: "HACPOAgent") -> Iterator[Tensor]:
     if optimizer is None:
         return
     if _has_zero3_engine(agent):
-        yield from agent.model_wrapped.optimizer.fp32_partitioned_groups_flat
+        yield from getattr(agent.model_wrapped.optimizer, "fp32_partitioned_groups_flat", ())  # ZeRO-2 has none
     while hasattr(optimizer, "optimizer"):  # accelerate's and DeepSpeed's wrappers
         optimizer = optimizer.optimizer
     for state in optimizer.state.values():
