@@ -95,14 +95,14 @@ def kill_points(trainer):
     kill = SETTINGS.get("kill", "")
     peer = trainer.agents[1]
     if kill.startswith("updating"):
-        update, number = peer._update, int(kill.split()[1])
+        update, number = peer._step_optimizer, int(kill.split()[1])
 
         def dying_update():
             update()
             if peer.state.global_step == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        peer._update = dying_update
+        peer._step_optimizer = dying_update
     if kill.startswith("saving"):
         save, number = peer._save_optimizer_and_scheduler, int(kill.split()[1])
 
