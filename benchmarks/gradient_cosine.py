@@ -53,12 +53,12 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float | None:
     return (a @ b).item() / norms if norms > 0 else None
 
 
+@torch.random.fork_rng()
 def probe(trainer: HACPOTrainer, pool: list[dict[str, str]]) -> list[dict]:
     """Cosines of all pairs at the agents' present weights; leaves weights and random numbers as they are."""
     inputs = [problem for problem in pool for _ in range(GENERATIONS)]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        rollouts = [agent.sample(inputs) for agent in trainer.agents]
+    torch.manual_seed(0)
+    rollouts = [agent.sample(inputs) for agent in trainer.agents]
     rewards = torch.stack([r.rewards for r in rollouts]).view(len(rollouts), -1, GENERATIONS)
     saved = trainer.capability.state_dict()
     trainer.capability.update(rewards)
@@ -86,7 +86,8 @@ def probe(trainer: HACPOTrainer, pool: list[dict[str, str]]) -> list[dict]:
                     "positive": cosine(own, gradient(learner, better)),
                 }
             )
-        learner.drain_statistics()  # what was looked at here is no part of the run's log
+        for reader in ("log", "round"):  # what was looked at here is no part of the run's reports
+            learner.drain_statistics(reader)
     return entries
 
 

@@ -6,13 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import baseline_error
 import compare_methods
 import compare_report
 import compare_settings
+import gradient_cosine
 from compare_settings import ARMS, SETTINGS, options_of, rounds_of, run_file, run_fingerprint
+from conftest import all_weights, config, dataset, team
 
 from hacpo_trl import HACPOConfig
 from hacpo_trl.playground import shipped_agent
@@ -211,3 +214,14 @@ def test_simulated_baselines():
     assert rows["weak", "pooled"]["bias"] == pytest.approx(0.225, abs=0.01)
     assert rows["strong", "pooled"]["bias"] == pytest.approx(-0.225, abs=0.01)
     assert rows["weak", "min_variance"]["rmse"] < rows["weak", "capability"]["rmse"] < rows["weak", "own"]["rmse"]
+
+
+def test_a_probe_of_the_gradients_leaves_the_run_as_it_is(agent_folders, tmp_path):
+    trainer = team(agent_folders, ["char", "bpe"], config(tmp_path, peer_clip_delta=0.9))
+    before, state = all_weights(trainer), torch.get_rng_state()
+    entries = gradient_cosine.probe(trainer, list(dataset(2)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, all_weights(trainer), strict=True))
+    assert [(e["source"], e["learner"]) for e in entries] == [("bpe", "char"), ("char", "bpe")]
+    assert any(e["all"] is not None for e in entries)
+    assert all(agent.drain_statistics(reader) == [{}, {}] for agent in trainer.agents for reader in ("log", "round"))
