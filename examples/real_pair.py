@@ -87,6 +87,7 @@ def main() -> None:
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,  # two updates on the own 32 responses of a round, two on the peer's
         max_completion_length=6,
+        stop_texts=list(FORM.stop),  # the first line is judged; what follows would add noise to the ratios
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         beta=0.0,

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from hacpo_trl.playground import make_problems, shipped_agent
 from hacpo_trl.report import Evaluation, accuracy_table
@@ -27,6 +28,17 @@ def test_quickstart(tmp_path):
     assert (tmp_path / "quickstart_out" / "quickstart.png").stat().st_size > 10_000
     for name in ("tiny-char", "tiny-bpe"):
         assert (tmp_path / "quickstart_out" / name / "model.safetensors").exists()
+
+
+def test_real_pair_trains_saves_and_measures_with_the_same_stop_texts(tmp_path):
+    models = shipped_agent("tiny-char"), shipped_agent("tiny-bpe")
+    done = run_script("real_pair.py", "--models", *models, "--rounds", 1, "--samples", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "before tiny-bpe" in done.stdout and "after tiny-bpe" in done.stdout
+    for name in ("tiny-char", "tiny-bpe"):
+        folder = tmp_path / "real_pair_out" / name
+        trained = torch.load(folder / "training_args.bin", weights_only=False).stop_texts
+        assert trained == json.loads((folder / "hacpo_prompt.json").read_text())["stop"] == ["\n"]
 
 
 def test_train_math_on_a_local_file(tmp_path):
