@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -120,13 +121,15 @@ class HACPOAgent(FSDPAgent):
         self._first_update: int | None = None  # index of the round's first update that steps
         self._update: list[list[Row]] = []  # micro-batches of the running update
         self._batch: list[Row] = []  # the running micro-batch
-        self._screened = False  # whether the running update's statistics were taken before its first micro-batch
+        self._padded_like: list[list[Row]] = []  # for each of them the one whose padding it has
+        self._screened = False  # whether the running update's peers were counted before its first micro-batch
+        self._constant_loss: Tensor | float = 0.0  # what the rows that screening left out add to the update's loss
         self.outside_share: float | None = None  # of peers' responses in the last round, see `screen_peers`
         self._graded: dict[str, Any] | None = None
         self._stopped: list[bool] = []
         self._sampled: dict[str, Any] = {}
         self._graders_thread_safe = False
-        self._losses: list[float] = []
+        self._losses: list[Tensor] = []  # of the running update's micro-batches, left on the device
         self.grad_norms: list[Any] = []  # of the updates of the running round, before clipping
         self._final_step: int | None = None
         self._round_start = 0
@@ -669,13 +672,11 @@ class HACPOAgent(FSDPAgent):
             return super()._prepare_inputs(generation_batch)  # evaluation: this agent alone
         update, inside = divmod(self._step % self.steps_per_round, self.args.gradient_accumulation_steps)
         self._batch = self._update[inside]
-        batch = self._collate(self._batch)
+        batch = self._collate(self._batch, padded_like=self._padded_like[inside])
         batch["update_index"] = update
         batch["is_first"] = update == self._first_update
         if batch["is_first"]:  # the weights are those that sampled: the loss's own log-probabilities are the old ones
             batch.pop("old_per_token_logps", None)
-        if self._screened:  # counted when they were screened
-            batch["filler"] = torch.ones_like(batch["filler"])
         return batch
 
     def _collate(self, rows: Sequence[Row], padded_like: Sequence[Row] | None = None) -> dict[str, Any]:
@@ -700,6 +701,8 @@ class HACPOAgent(FSDPAgent):
         else:  # no process has a row for this micro-batch
             self._step += 1
             loss = torch.zeros((), device=self.accelerator.device)
+        if inside == 0:
+            loss = loss + self._constant_loss
         if inside == self.args.gradient_accumulation_steps - 1:
             self._end_update(update)
         self.timings["updating"] += time.perf_counter() - started
@@ -712,54 +715,89 @@ class HACPOAgent(FSDPAgent):
         # Counted now, so that it is logged with the update it belongs to
         for source, count in self._left_out[update % len(self._left_out)].items():
             self.statistics.add_silent(source, count)
-        self._screened = self._screens(update)
-        if self._screened:
-            self._update = self._screen(update)
+        self._padded_like, self._constant_loss, self._screened = self._update, 0.0, False
+        if self._screens(update):
+            self._screen(update)
+            self._screened = True
 
     def _screens(self, update: int) -> bool:
-        """Whether an update's rows outside of the clip range are looked for first. The same on all processes."""
+        """Whether an update's peers outside of the clip range are looked for first. The same on all processes."""
         args = self.args
         if args.screen_peers == "off" or not args.shares_rollouts or self.aux_loss_enabled or not any(self._update):
             return False
         if args.method == "hacpo" and args.peer_clip_delta is None:
             return False
-        # Own rows keep the micro-batch that their old log-probabilities were computed in
         own_updates = args.steps_per_generation // args.gradient_accumulation_steps
-        if args.rollout_order != "own_first" or update % len(self._left_out) < own_updates:
-            return False
+        in_order = args.rollout_order == "own_first"
+        if self.num_agents == 1 or (in_order and update % len(self._left_out) < own_updates):
+            return False  # no peers in it
         # A forward pass against the share of a forward and backward pass, with checkpoints two forward passes
         pays_from = 1 / 4 if args.gradient_checkpointing else 1 / 3
         return args.screen_peers == "on" or (self.outside_share or 0.0) > pays_from
 
     @torch.no_grad()
-    def _screen(self, update: int) -> list[list[Row]]:
-        """An update's micro-batches without the rows that the clip range takes the gradient from.
+    def _screen(self, update: int) -> None:
+        """Takes the peers' rows that have no gradient, by the clip range, out of an update's micro-batches.
 
-        One pass at exactly the weights of the update, which also makes its statistics.
+        One pass over them at exactly the weights of the update, which also makes their statistics and their part of
+        the loss, a constant.
         """
         own_range, peer_range = self._ranges(update)
         exact = not (self.args.bf16 or self.args.fp16) and next(self.model.parameters()).dtype == torch.float32
-        kept: list[Row] = []
-        spare: list[Row] = []
+        slack = _SLACK_FP32 if exact else _SLACK_16_BIT
+        screened: list[Row] = []
+        stays: list[Tensor] = []
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            for rows in filter(None, self._update):
-                inputs = self._collate(rows)
+            for batch in filter(None, self._update):
+                # An own row keeps the other processes company
+                rows = [row for row in batch if row.source != self.agent_index] or batch[:1]
+                inputs = {**self._collate(rows, padded_like=batch), "update_index": update}
                 logps, _, _ = self._logps_of(self.model, inputs)
-                mask = inputs["completion_mask"]
+                mask, advantages, is_own = inputs["completion_mask"], inputs["advantages"], inputs["is_own"]
                 ratio = torch.exp(sequence_log_ratio(logps, mask, inputs["source_logp"]))
-                is_own = self._has_own_formula(inputs)
-                inside = in_range(
-                    ratio, inputs["advantages"], is_own, own_range, peer_range, _SLACK_FP32 if exact else _SLACK_16_BIT
+                formula = self._has_own_formula(inputs)
+                keep = in_range(ratio, advantages, formula, own_range, peer_range, slack) & (advantages != 0)
+                keep = is_own | (keep & mask.any(-1))
+                uncounted = inputs["filler"] | is_own
+                self._count_taught(
+                    inputs, self._add_statistics(inputs, update, ratio, None, None, uncounted), uncounted
                 )
-                self._count_taught(inputs, self._add_statistics(inputs, update, ratio, None, None))
-                for row, stays in zip(rows, inside.tolist(), strict=True):
-                    (kept if stays and row.can_teach else spare).append(row)
+                left_out = ~keep & ~uncounted & mask.any(-1)
+                objective = self._objective(inputs, ratio)
+                self._constant_loss -= torch.where(left_out, objective, 0.0).sum() / self._rows_per_update
+                screened += rows
+                stays.append(keep)
         self.reshard()
         self._taught[0] = 0  # counted again when they are run
+        outside = {id(row) for row, stay in zip(screened, torch.cat(stays).tolist(), strict=True) if not stay}
+        kept = [[row for row in batch if id(row) not in outside] for batch in self._update]
+        spare = [[row for row in batch if id(row) in outside] for batch in self._update]
+        if self.args.rollout_order == "own_first":
+            self._update = self._padded_like = self._cut_again(sum(kept, []), sum(spare, []))
+        else:  # own rows keep the padding of the micro-batch in which their old log-probabilities were computed
+            self._update = self._thin_out(kept, spare)
+
+    def _cut_again(self, kept: list[Row], spare: list[Row]) -> list[list[Row]]:
+        """An update of as few micro-batches as its rows need."""
         size = self.args.per_device_train_batch_size
         steps, teaches = self._agree([-(-len(kept) // size), int(bool(kept))])
         steps = 0 if self._skips_updates and not teaches else max(steps, 1)
         return plan_update(kept, spare, steps, self.args.gradient_accumulation_steps, self.args.micro_batches)
+
+    def _thin_out(self, kept: list[list[Row]], spare: list[list[Row]]) -> list[list[Row]]:
+        """An update whose micro-batches lose rows. Those that no process needs come first and are not run."""
+        can_teach = any(row.can_teach for batch in kept for row in batch)
+        *runs, teaches = self._agree([*(int(bool(batch)) for batch in kept), int(can_teach)])
+        if self._skips_updates and not teaches:
+            for row in (row for batch in kept for row in batch if not row.filler):
+                self.statistics.add_silent(row.source, 1)
+            return [[] for _ in kept]
+        if not any(runs):
+            runs[-1] = 1
+        # The last one has to run: there DDP sums the gradients of all processes
+        order = sorted(range(len(runs)), key=runs.__getitem__)
+        self._padded_like = [self._update[i] for i in order]
+        return [kept[i] or ([replace(spare[i][0], filler=True)] if runs[i] else []) for i in order]
 
     def _end_update(self, update: int) -> None:
         """Drops the gradients of an update in which no response of any process has one of the objective."""
@@ -775,9 +813,9 @@ class HACPOAgent(FSDPAgent):
             self.outside_share = outside / heard if heard else None
             self._taught.zero_()
 
-    def _count_taught(self, inputs: dict[str, Any], teaches: Tensor) -> None:
+    def _count_taught(self, inputs: dict[str, Any], teaches: Tensor, uncounted: Tensor) -> None:
         """Counts responses with a gradient in the update, peers' without one in the round, and all peers' that ran."""
-        peers = ~inputs["is_own"] & ~inputs["filler"] & (inputs["advantages"] != 0)
+        peers = ~inputs["is_own"] & ~uncounted & (inputs["advantages"] != 0)
         self._taught += torch.stack([teaches.sum(), (peers & ~teaches).sum(), peers.sum()]).to(self._taught)
 
     def _has_own_formula(self, inputs: dict[str, Any]) -> Tensor:
@@ -789,8 +827,33 @@ class HACPOAgent(FSDPAgent):
         peers = (-1.0, torch.inf) if delta is None else (peer_clip_lower(update, delta, step), 1.0)
         return (1 - self.epsilon_low, 1 + self.epsilon_high), peers
 
+    def _objective(self, inputs: dict[str, Any], ratio: Tensor) -> Tensor:
+        """(R,) objective of every response, see `hacpo_objective`."""
+        return hacpo_objective(
+            ratio,
+            inputs["advantages"],
+            self._has_own_formula(inputs),
+            inputs["coefficient"],
+            inputs["update_index"],
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            delta=self.args.peer_clip_delta,
+            delta_step=self.args.peer_clip_step,
+            alpha=self.args.alpha,
+        )
+
+    @property
+    def _rows_per_update(self) -> int:
+        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+
     def _add_statistics(
-        self, inputs: dict[str, Any], update: int, ratio: Tensor, kl: Tensor | None, entropies: Tensor | None
+        self,
+        inputs: dict[str, Any],
+        update: int,
+        ratio: Tensor,
+        kl: Tensor | None,
+        entropies: Tensor | None,
+        uncounted: Tensor,
     ) -> Tensor:
         own_range, peer_range = self._ranges(update)
         return self.statistics.add(
@@ -803,7 +866,7 @@ class HACPOAgent(FSDPAgent):
             kl=kl,
             entropy=entropies,
             mask=inputs["completion_mask"],
-            filler=inputs["filler"],
+            filler=uncounted,
         )
 
     def _logps_of(self, model: nn.Module, batch: dict[str, Any], **kwargs) -> tuple[Tensor, Tensor | None, Any]:
@@ -828,26 +891,15 @@ class HACPOAgent(FSDPAgent):
             source_logp = torch.where(written_here, sums / mask.sum(-1).clamp(min=1), source_logp)
             self._keep_sums(self._batch, sums)
         ratio = torch.exp(sequence_log_ratio(logps, mask, source_logp))  # (R,)
-        is_own = self._has_own_formula(inputs)
-        objective = hacpo_objective(
-            ratio,
-            inputs["advantages"],
-            is_own,
-            inputs["coefficient"],
-            inputs["update_index"],
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            delta=args.peer_clip_delta,
-            delta_step=args.peer_clip_step,
-            alpha=args.alpha,
-        )
+        objective = self._objective(inputs, ratio)
         if "importance_sampling_ratio" in inputs:  # vLLM's sampler against the training weights, own responses only
             correction = (inputs["importance_sampling_ratio"] * mask).sum(-1) / mask.sum(-1).clamp(min=1)
             objective = objective * torch.where(written_here, correction, torch.ones_like(ratio))
-        objective = torch.where(mask.any(-1), objective, logps.sum(-1) * 0.0)
+        # A filler's objective is a constant that belongs to no update, or was counted when its update was screened
+        objective = torch.where(mask.any(-1) & ~inputs["filler"], objective, logps.sum(-1) * 0.0)
 
         # Sums over a fixed number of rows, not means: a micro-batch may hold fewer rows than another
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        rows = self._rows_per_update
         loss = -objective.sum() / rows
         kl = None
         if self.beta != 0.0:
@@ -862,8 +914,11 @@ class HACPOAgent(FSDPAgent):
             loss = loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
 
         kl = None if kl is None else kl.detach() * written_here
-        teaches = self._add_statistics(inputs, inputs["update_index"], ratio.detach(), kl, entropies.detach())
-        self._count_taught(inputs, teaches)
+        uncounted = inputs["filler"] | ~written_here if self._screened else inputs["filler"]
+        teaches = self._add_statistics(
+            inputs, inputs["update_index"], ratio.detach(), kl, entropies.detach(), uncounted
+        )
+        self._count_taught(inputs, teaches, uncounted)
         return loss
 
     # -- a peer's part in the leader's loop -----------------------------------------------------------------------
@@ -924,11 +979,6 @@ class HACPOAgent(FSDPAgent):
         if set(load_result.missing_keys) - tied or load_result.unexpected_keys:  # tied weights are saved once
             super()._issue_warnings_after_load(load_result)
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        if self.is_deepspeed_enabled and self._update and not any(self._update):
-            return 0.0  # the engine would tell the norm of the update before
-        return super()._get_grad_norm(model, grad_norm=grad_norm)
-
     def _load_best_model(self):
         self.activate()
         super()._load_best_model()
@@ -982,7 +1032,7 @@ class HACPOAgent(FSDPAgent):
             else:
                 context = self.accelerator.no_sync(model=self.model_wrapped)
             with context:
-                self._losses.append(self.training_step(self.model_wrapped, None).item())
+                self._losses.append(self.training_step(self.model_wrapped, None))
             if is_update:
                 started = time.perf_counter()
                 self._step_optimizer()
@@ -1004,8 +1054,8 @@ class HACPOAgent(FSDPAgent):
         metrics["learning_rate"] = [self._get_learning_rate()]
         if grad_norm is not None:
             metrics["grad_norm"].append(grad_norm.item() if isinstance(grad_norm, Tensor) else grad_norm)
-        loss = torch.tensor([sum(self._losses)], device=self.accelerator.device)
-        metrics["loss"].append(self.accelerator.gather(loss).mean().item())
+        loss = torch.stack(self._losses).float().sum()
+        metrics["loss"].append(self.accelerator.gather(loss[None]).mean().item())
         self._losses.clear()
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
@@ -1027,7 +1077,10 @@ class HACPOAgent(FSDPAgent):
         return self.statistics.drain(reduce, reader)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.is_deepspeed_enabled and self._update and not any(self._update):
+            norm = 0.0  # the engine would tell the norm of the update before
+        else:
+            norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:
             self.grad_norms.append(norm)
         return norm

@@ -117,7 +117,7 @@ class HACPOConfig(GRPOConfig):
             left out then.
         screen_peers: "on": before each update on peers' responses one pass without gradient finds those outside of
             the clip range, which are left out of the update; "off"; "auto": on when more than a quarter (a third
-            without gradient checkpointing) were outside in the round before. The gradient stays the same.
+            without gradient checkpointing) were outside in the round before. Gradient and loss stay the same.
         micro_batches: "rows": an update is cut into micro-batches of equally many responses; "tokens": so that the
             largest one, with its padding, has as few tokens as possible; "auto": by tokens where that makes it smaller
             by more than a tenth. The loss is a sum over the update, so the gradient stays the same.

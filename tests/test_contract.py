@@ -97,6 +97,14 @@ def test_every_private_name_is_listed(path):
     assert not unlisted, f"{path.name} uses private names that _contract.py does not list: {sorted(unlisted)}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "hacpo_trl").rglob("*.py")), ids=lambda path: path.stem)
+def test_no_class_defines_a_method_twice(path):
+    """The second one silently replaces the first, and ruff does not look at private names."""
+    for cls in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+        names = [f.name for f in cls.body if isinstance(f, ast.FunctionDef) and not f.decorator_list]
+        assert len(names) == len(set(names)), f"{cls.name}: {sorted(n for n in names if names.count(n) > 1)}"
+
+
 @pytest.mark.parametrize("cls", OURS, ids=lambda cls: cls.__name__)
 def test_nothing_of_the_parent_is_hidden_by_accident(cls):
     """What we define and TRL defines, too, is an override on purpose: listed, or public."""

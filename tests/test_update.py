@@ -107,17 +107,26 @@ def gradients_of(trainer):
     return found
 
 
-def test_screening_leaves_the_gradient_and_the_statistics(agent_folders, tmp_path):
+@pytest.mark.parametrize(
+    ("order", "changes"),
+    [
+        ("own_first", {}),
+        ("own_first", {"skip_idle_updates": False, "peer_clip_delta": 0.01}),
+        ("shuffled", {"beta": 0.0}),
+        ("shuffled", {"num_iterations": 2, "beta": 0.1, "entropy_coef": 0.01}),
+        ("shuffled", {"beta": 0.0, "peer_clip_delta": 0.01, "skip_idle_updates": False}),
+    ],
+)
+def test_screening_leaves_the_gradient_the_loss_and_the_statistics(agent_folders, tmp_path, order, changes):
     runs = []
     for screen in ("off", "on"):
         args = config(
             tmp_path,
             screen_peers=screen,
+            rollout_order=order,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
-            max_rounds=2,
-            peer_clip_delta=0.6,
-            max_grad_norm=0.0,
+            **{"max_rounds": 2, "peer_clip_delta": 0.6, "max_grad_norm": 0.0, **changes},
         )
         trainer = team(agent_folders, PAIR, args)
         gradients = gradients_of(trainer)
@@ -131,9 +140,13 @@ def test_screening_leaves_the_gradient_and_the_statistics(agent_folders, tmp_pat
 
         trainer.agents[1].training_step = counted
         trainer.train()
-        pairs = [{k: v for k, v in h.items() if k.startswith("pair/")} for h in trainer.state.log_history]
-        runs.append((gradients, pairs, rows[0], all_weights(trainer)))
-    (plain, pairs, rows, weights), (screened, same_pairs, fewer_rows, same_weights) = runs
+        told = ("loss", "kl", "entropy", "ratio_mean", "ratio_max", "clip_ratio/region_mean", "skipped_updates")
+        kept = [
+            {k: v for k, v in entry.items() if k.startswith("pair/") or k.partition("/")[2] in told}
+            for entry in trainer.state.log_history
+        ]
+        runs.append((gradients, kept, rows[0], all_weights(trainer)))
+    (plain, logs, rows, weights), (screened, same_logs, fewer_rows, same_weights) = runs
     for mine, others in zip(plain, screened, strict=True):
         for a, b in zip(mine, others, strict=True):
             assert (a is None) == (b is None)
@@ -142,9 +155,10 @@ def test_screening_leaves_the_gradient_and_the_statistics(agent_folders, tmp_pat
     assert any(g is not None for g in plain[1]) and fewer_rows < rows
     for a, b in zip(weights, same_weights, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
-    for a, b in zip(pairs, same_pairs, strict=True):
+    for a, b in zip(logs, same_logs, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
-    assert any("below_range" in key for entry in pairs for key in entry)
+    assert any("below_range" in key for entry in logs for key in entry)
+    assert any(entry.get("bpe/loss") for entry in logs)
 
 
 def test_screening_switches_itself_on(agent_folders, tmp_path):
