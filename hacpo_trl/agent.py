@@ -44,7 +44,7 @@ from .sharing import Publisher, find_base
 from .stops import StopAtTexts, before_stop, cut_at_stop
 from .team import numbered
 from .texts import ResponseTexts, encode_responses, end_of_response_id, find_leads, response_texts
-from .turns import Turns
+from .turns import StopsWithOthers, Turns
 
 logger = logging.get_logger(__name__)
 
@@ -386,16 +386,19 @@ class HACPOAgent(FSDPAgent):
 
     @contextlib.contextmanager
     def _stopping_generate(self) -> Iterator[None]:
-        """Has the model's `generate` stop at the stop texts: TRL passes it no criteria of ours."""
-        if self.use_vllm or not self.args.stop_texts:
+        """Has the model's `generate` stop at the stop texts, and with the team: TRL passes it no criteria of ours."""
+        if self.use_vllm:
             yield
             return
         model = self.accelerator.unwrap_model(self.model_wrapped)
         generate = model.generate
 
         def generate_until_stop(*args, **kwargs):
-            criteria = StopAtTexts(self._tokenizer, self.args.stop_texts, kwargs["input_ids"].shape[1])
-            return generate(*args, stopping_criteria=StoppingCriteriaList([criteria]), **kwargs)
+            criteria = StoppingCriteriaList([StopsWithOthers(self.turns)])
+            if self.args.stop_texts:
+                width = kwargs["input_ids"].shape[1]
+                criteria.append(StopAtTexts(self._tokenizer, self.args.stop_texts, width))
+            return generate(*args, stopping_criteria=criteria, **kwargs)
 
         model.generate = generate_until_stop
         try:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from . import serve
 from ._version import __version__
+from .console import end_interrupted
 
 _WHOLE = {
     "train": "hacpo_trl.train",
@@ -22,9 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: by default those of the process. What follows "--" goes to the servers of `hacpo serve`.
 
     Returns:
-        The exit code.
+        The exit code, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # that the command does not know better
+        return end_interrupted(arguments[0], "Nothing is written yet.")
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _WHOLE:  # these have parsers of their own
         return importlib.import_module(_WHOLE[arguments[0]]).main(arguments[1:])
     extra: list[str] = []

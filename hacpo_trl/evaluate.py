@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .answers import PROMPT_FORMATS, evaluate_model, load_vllm, prompt_ids, resolve_settings
 from .benchmarks import BENCHMARKS
+from .console import end_interrupted
 from .data import load_problems
 from .prompts import INSTRUCTION, PROMPT_FILE, PromptForm, make_form, read_form, with_newlines
 from .scores import (
@@ -107,13 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments, by default the program's.
 
     Returns:
-        0. What goes wrong by the user's doing ends the program with a sentence.
+        0, or 130 after Ctrl-C. What goes wrong by the user's doing ends the program with a sentence.
     """
     options = build_parser().parse_args(argv)
     try:
         run(options)
     except (ValueError, ImportError) as error:
         sys.exit(f"{error}")
+    except KeyboardInterrupt:
+        return end_interrupted(
+            "evaluate", f"What is finished is in {options.output_dir}; the same command goes on from there."
+        )
     return 0
 
 

@@ -20,6 +20,7 @@ import torch
 from transformers.utils import logging
 
 from .config import HACPOConfig
+from .console import end_interrupted
 from .playground import accuracy, answer_reward, make_dataset, make_split, shipped_agent
 from .report import Evaluation, accuracy_table, plot_run
 from .trainer import HACPOTrainer
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: by default those of the process.
 
     Returns:
-        The exit code.
+        The exit code, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(
         "hacpo quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held_out", type=int, default=500, help="held-out problems")
     parser.add_argument("--output_dir", default="quickstart_out")
     options = parser.parse_args(arguments)
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        return end_interrupted("quickstart", "It saves its agents at its end. With --rounds 4 it is shorter.")
+
+
+def _run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     logging.disable_progress_bar()

@@ -189,6 +189,8 @@ class TeamFiles(HACPOAgent):
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(unfinished, TRAINER_STATE_NAME))
                 write_team_state(unfinished, self)
+        if not self.args.save_only_model:
+            self.last_checkpoint = folder
         if self.args.push_to_hub and self.is_world_process_zero():
             push_checkpoint(self, folder)
         if self.args.should_save:

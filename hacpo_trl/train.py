@@ -8,6 +8,7 @@ import difflib
 import functools
 import os
 import random
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantiz
 from trl.trainer.utils import get_callable_name
 
 from .config import HACPOConfig, convert_fields
+from .console import end_interrupted
 from .data import is_local, load_problems, to_prompts
 from .fsdp import check_fsdp, own_plugin, uses_fsdp
 from .loading import find_origin
@@ -154,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: by default those of the process.
 
     Returns:
-        The exit code. What goes wrong by the user's doing before the training starts is told in one sentence, with 2.
+        The exit code. What goes wrong by the user's doing before the training starts is told in one sentence, with 2;
+        after Ctrl-C one says how to go on, with 130.
     """
     try:
         script, args, model_args = _parse(sys.argv[1:] if arguments is None else list(arguments))
@@ -171,15 +174,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer = _build(script, args, model_args, quantization)
     except (ValueError, ImportError, FileNotFoundError, IsADirectoryError) as error:
         return _failure(error)
+    except KeyboardInterrupt:
+        return end_interrupted("train", "Nothing was trained yet.")
     resume = args.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
-    if args.push_to_hub:
-        for name, commit in zip(trainer.agent_names, trainer.push_to_hub(), strict=False):
-            print(f"Pushed: {name} to {commit.commit_url}")
-    else:
-        trainer.save_model()
+    try:
+        trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+        if args.push_to_hub:
+            for name, commit in zip(trainer.agent_names, trainer.push_to_hub(), strict=False):
+                print(f"Pushed: {name} to {commit.commit_url}")
+        else:
+            trainer.save_model()
+    except KeyboardInterrupt:
+        return end_interrupted("train", _how_to_resume(trainer), main_process=trainer.is_world_process_zero())
     print("Saved: " + ", ".join(f"{args.output_dir}/{name}" for name in trainer.agent_names))
     return 0
+
+
+def _how_to_resume(trainer: HACPOTrainer) -> str:
+    args, size = trainer.args, trainer.updates_per_round
+    rounds = trainer.state.global_step // size
+    done = f"{rounds} round{'s' * (rounds != 1)} done."
+    if trainer.last_checkpoint is not None:
+        return (
+            f"{done} The newest checkpoint is {trainer.last_checkpoint}. To go on from it, run the same command with "
+            f"--resume_from_checkpoint {shlex.quote(trainer.last_checkpoint)}"
+        )
+    if args.save_only_model:
+        return f"{done} There is nothing to resume from, since --save_only_model saves no optimizer: leave it out."
+    return (
+        f"{done} There is no checkpoint yet: --save_strategy is {args.save_strategy.value!r}, --save_steps "
+        f"{args.save_steps:g}, and a round has {size} updates. --save_strategy steps --save_steps {size} saves every "
+        "round."
+    )
 
 
 def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelConfig]:

@@ -83,6 +83,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
         prompt_form: saved with every agent, with its own stop texts and template arguments; `hacpo evaluate` asks in
             it. By default the prompts of the data set as they are; set it where a template made them of problems, so
             that other problems can be put into it: `trainer.prompt_form = make_form("chat")`.
+        last_checkpoint: the newest folder from which the running or interrupted run can be resumed, or None.
 
     Raises:
         ValueError: for what cannot work, before any weights are loaded.
@@ -155,6 +156,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self._logged_timings: list[dict[str, float]] = [{} for _ in names]
         self._waiting: set[str] = set()
         self._checkpoint_dir: str | None = None
+        self.last_checkpoint: str | None = None
         self._eval_prefix = ""
         self._peer_evaluations: dict[str, dict[str, float]] = {}
         is_text = isinstance(next(iter(train_dataset))["prompt"], str)
@@ -248,13 +250,17 @@ class HACPOTrainer(TeamLog, TeamFiles):
 
         Raises:
             ValueError: when the checkpoint is not whole or is one of other agents.
+            KeyboardInterrupt: after Ctrl-C, when the threads of the agents have ended. `last_checkpoint` is where to
+                resume.
         """
+        self.last_checkpoint = None
         self._skip_epochs = 0
         self._step = 0
         self._waiting.clear()
         self.model_wrapped = self.model  # an engine of an earlier run cannot be prepared again
         if resume_from_checkpoint:
             resume_from_checkpoint, state = check_checkpoint(resume_from_checkpoint, self)
+            self.last_checkpoint = resume_from_checkpoint
             self.capability.load_state_dict(state["capability"])
             for agent, share in zip(self.agents, state.get("outside_shares", ()), strict=False):
                 agent.outside_share = share

@@ -13,10 +13,17 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+_THREAD = "hacpo-agent-"
+_PATIENCE = 2.0  # seconds that threads may take to end before it is said that they are waited for
 
 
 class _Stopped(BaseException):
-    """Ends a thread after another one has failed."""
+    """Ends a thread after another one has failed, or after Ctrl-C."""
 
 
 class Turns:
@@ -40,7 +47,8 @@ class Turns:
             Their results, in order.
 
         Raises:
-            BaseException: the first error of any of them, when all have ended.
+            BaseException: the first error of any of them, when all have ended. Also an interruption of this thread
+                (Ctrl-C); a second one while it waits for the others ends the waiting.
         """
         if len(functions) == 1:
             return [functions[0]()]
@@ -65,16 +73,18 @@ class Turns:
             finally:
                 self._leave(index)
 
-        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(functions))]
-        for thread in threads:
-            thread.start()
+        threads = [
+            threading.Thread(target=work, args=(i,), name=f"{_THREAD}{i}", daemon=True) for i in range(len(functions))
+        ]
         try:
+            for thread in threads:
+                thread.start()
             self._serve_main()
         except BaseException:
             self._stop()
             raise
-        for thread in threads:
-            thread.join()
+        finally:  # a process that ends while a thread computes is aborted
+            self._join(threads)
         if errors:
             raise errors[0]
         return results
@@ -125,6 +135,11 @@ class Turns:
         self._thread.waited = self.waited() + (total - running if is_work else total)
         return result
 
+    def check(self) -> None:
+        """Ends the thread of an agent when all have to stop: to be called inside long work."""
+        if self._stopped and getattr(self._thread, "index", None) is not None:
+            raise _Stopped
+
     def waited(self) -> float:
         """Seconds that this thread has spent waiting: for turns, and for what is not its own work."""
         return getattr(self._thread, "waited", 0.0)
@@ -170,6 +185,38 @@ class Turns:
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
+
+    @staticmethod
+    def _join(threads: Sequence[threading.Thread]) -> None:
+        started = [thread for thread in threads if thread.ident is not None]
+        deadline = time.monotonic() + _PATIENCE
+        for thread in started:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in started):
+            logger.warning("Waiting for agents that still sample or grade. Ctrl-C once more ends at once.")
+        for thread in started:
+            thread.join()
+
+
+class StopsWithOthers(StoppingCriteria):
+    """Ends `generate` within a token when the agents have to stop.
+
+    Args:
+        turns: the agents'.
+    """
+
+    def __init__(self, turns: Turns):
+        self.turns = turns
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        """(R,) no row is finished by it."""
+        self.turns.check()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def agents_are_running() -> bool:
+    """Whether threads of agents go on, as after a second Ctrl-C: then the process cannot end in the ordinary way."""
+    return any(thread.name.startswith(_THREAD) for thread in threading.enumerate())
 
 
 def _callers_streams() -> Callable[[], None]:
