@@ -1,4 +1,4 @@
-"""Every private name of TRL, transformers and accelerate that this package overrides, calls or reads, in one place.
+"""Every private name of other packages that this one overrides, calls or reads, in one place.
 
 `tests/test_contract.py` fails with a sentence when one of them moves or takes other arguments, and when any file uses
 or overrides one that is not listed. `check_versions` warns when an untested release is installed.
@@ -58,7 +58,42 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "reset_prefix_cache": (),
         "update_named_params": ("metadata", "named_params"),
     },
+    "accelerate.state.AcceleratorState": {
+        "_reset_state": ("reset_partial_state",),
+        "select_deepspeed_plugin": ("name",),
+    },
     "accelerate.state.GradientState": {"_set_sync_gradients": ("sync_gradients",)},
+    "accelerate.utils.DeepSpeedPlugin": {"set_deepspeed_weakref": ()},
+}
+
+# class -> what its objects have, and has no signature or is a property; `GradientBuckets` uses torch's reducer
+MEMBERS: dict[str, tuple[str, ...]] = {
+    "accelerate.state.AcceleratorState": ("deepspeed_plugins",),
+    "torch.distributed.Reducer": ("_rebuild_buckets", "prepare_for_backward"),
+    "torch.distributed.fsdp.FSDPModule": ("reshard",),
+    "transformers.PreTrainedConfig": ("_name_or_path",),
+    "transformers.PreTrainedModel": ("_tied_weights_keys", "all_tied_weights_keys"),
+}
+
+# file of an installed package -> what stands in it: what only objects have, and packages that take long to import
+SOURCES: dict[str, tuple[str, ...]] = {
+    "torch/nn/parallel/distributed.py": (
+        "self.reducer = dist.Reducer(",
+        "self.reducer._rebuild_buckets()",
+        "self.reducer.prepare_for_backward(",
+        "self.find_unused_parameters = ",
+        "self.static_graph = ",
+    ),
+    "accelerate/accelerator.py": ("self.deepspeed_config = ", "self.scaler = ", "def optimizer_step_was_skipped("),
+    "deepspeed/runtime/engine.py": (
+        "def offload_states(self,",
+        "include: Container[OffloadStateTypeEnum]",
+        "def reload_states(self,",
+    ),
+    "deepspeed/runtime/zero/offload_config.py": ("lp_params = ", "lp_grads = ", "contiguous_grad_buffer = "),
+    "deepspeed/runtime/zero/partition_parameters.py": ("param.ds_tensor = ",),
+    "deepspeed/runtime/zero/stage3.py": ("self.fp32_partitioned_groups_flat = ",),
+    "vllm/config/parallel.py": ("_api_process_count: ",),
 }
 
 # What TRL looks at to decide on passes for log-probabilities while it samples: `HACPOAgent.without_logp_passes` sets

@@ -1,8 +1,8 @@
-"""The private parts of TRL, transformers and accelerate that we rely on are there, and all are listed."""
+"""The private parts of other packages that we rely on are there, and all are listed."""
 
 import ast
 import configparser
-import importlib
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -34,6 +34,23 @@ def test_methods_take_the_arguments_that_we_know(owner, name):
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in _contract.FUNCTIONS.items() for n in names])
 def test_functions_are_where_we_import_them(module, name):
     assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone"
+
+
+@pytest.mark.parametrize(("owner", "name"), [(o, n) for o, names in _contract.MEMBERS.items() for n in names])
+def test_members_exist(owner, name):
+    cls = resolve(owner)
+    known = hasattr(cls, name) or any(name in inspect.getsource(parent) for parent in cls.__mro__[:-1])
+    assert known, f"{owner}.{name} is gone"
+
+
+@pytest.mark.parametrize(("file", "texts"), _contract.SOURCES.items())
+def test_sources_say_what_we_rely_on(file, texts):
+    package, path = file.split("/", 1)
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    source = (Path(spec.submodule_search_locations[0]) / path).read_text()
+    assert [text for text in texts if text not in source] == [], f"{file} has changed"
 
 
 def test_attributes_exist(agent_folders, tmp_path):
@@ -76,6 +93,8 @@ PUBLIC = set(
 PARENTS = GRPOTrainer.__mro__
 OURS = HACPOTrainer.__mro__[: HACPOTrainer.__mro__.index(GRPOTrainer)]
 LISTED = {name for names in _contract.METHODS.values() for name in names} | set(_contract.ATTRIBUTES)
+LISTED |= {name for names in _contract.MEMBERS.values() for name in names}
+LISTED |= {name for texts in _contract.SOURCES.values() for text in texts for name in re.findall(r"\w+", text)}
 
 
 def of_parents(names):
@@ -91,9 +110,28 @@ def private_names(source):
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "hacpo_trl").rglob("*.py")), ids=lambda path: path.stem)
+def defined_names(source):
+    """Private names that a module gives: of functions, classes, variables and attributes of its own objects."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return names
+
+
+FILES = sorted((ROOT / "hacpo_trl").rglob("*.py"))
+DEFINED = set().union(*(defined_names(path.read_text()) for path in FILES))
+DEFINED |= {"_exit", "_replace"}  # Python documents them
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_private_name_is_listed(path):
-    unlisted = of_parents(private_names(path.read_text())) - LISTED - PUBLIC
+    names = private_names(path.read_text())
+    unlisted = (of_parents(names) | (names - DEFINED)) - LISTED - PUBLIC
     assert not unlisted, f"{path.name} uses private names that _contract.py does not list: {sorted(unlisted)}"
 
 
@@ -127,6 +165,7 @@ def test_the_check_sees_all_overrides():
         "evaluate",
     ):
         assert any(override in names for names in found.values()), override
+    assert not {"_rebuild_buckets", "_tied_weights_keys", "_reset_state"} & DEFINED
     assert private_names("class A:\n    def _compute_loss(self): self._step + self.__x + x._y") == {
         "_compute_loss",
         "_step",
