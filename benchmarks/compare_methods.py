@@ -113,7 +113,7 @@ def make_trainer(folder: Path, agents: tuple[str, ...], arm: str, rounds: int, s
 
     from hacpo_trl import HACPOConfig, HACPOTrainer
     from hacpo_trl.playground import answer_reward, make_dataset, make_split
-    from hacpo_trl.progress import RoundProgress
+    from hacpo_trl.reporting.round_progress import RoundProgress
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()

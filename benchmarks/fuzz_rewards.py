@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from hostile import Case, cases
 
-from hacpo_trl import rewards
+from hacpo_trl.maths import reward as rewards
 
 GRACE = 1.0
 """Seconds above the limit that ending a process may take. A string that takes longer is tried again: on a busy machine

@@ -40,9 +40,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
 from hacpo_trl.memory import GIB, AgentShape, estimate
-from hacpo_trl.offload import resident_bytes
 from hacpo_trl.playground import answer_reward, make_dataset, make_problems, shipped_agent
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
+from hacpo_trl.training.offload import resident_bytes
 
 CUDA = torch.cuda.is_available()
 # hidden, intermediate, layers, heads, kv heads, head width, vocabulary

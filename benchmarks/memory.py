@@ -19,9 +19,9 @@ from peft import LoraConfig
 from transformers.utils import logging
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
-from hacpo_trl.offload import resident_bytes
 from hacpo_trl.playground import answer_reward, make_dataset, make_problems, shipped_agent
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
+from hacpo_trl.training.offload import resident_bytes
 
 MIB = 2**20
 

@@ -21,7 +21,7 @@ from trl.generation import vllm_generation
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
 from hacpo_trl.playground import answer_reward, make_dataset, make_problems, shipped_agent
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
 
 LIMIT = 1.15
 

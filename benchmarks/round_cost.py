@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
 from hacpo_trl.playground import answer_reward, make_dataset, make_problems, shipped_agent
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
 
 AGENTS = ("tiny-char", "tiny-bpe")
 COMMON = {

@@ -39,7 +39,7 @@ from hacpo_trl.playground import (
     save_agent,
     shipped_agent,
 )
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
 
 ARMS = {
     "plain": {"micro_batches": "rows", "screen_peers": "off"},

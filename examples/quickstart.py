@@ -2,12 +2,12 @@
 
     python examples/quickstart.py [--rounds 24] [--output_dir quickstart_out]
 
-The code is hacpo_trl/quickstart.py.
+The code is hacpo_trl/cli/quickstart.py.
 """
 
 import sys
 
-from hacpo_trl.quickstart import main
+from hacpo_trl.cli.quickstart import main
 
 if __name__ == "__main__":
     sys.exit(main())

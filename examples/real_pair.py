@@ -19,9 +19,9 @@ import torch
 from datasets import Dataset
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
-from hacpo_trl.answers import evaluate_model
-from hacpo_trl.data import to_prompts
-from hacpo_trl.prompts import make_form
+from hacpo_trl.evaluation.answers import evaluate_model
+from hacpo_trl.maths.problems import to_prompts
+from hacpo_trl.texts.prompts import make_form
 
 MODELS = ["HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m"]
 EXAMPLES = ((3, 4), (8, 5), (2, 6), (9, 7))

@@ -5,12 +5,12 @@
 
 Every field of HACPOConfig, of TRL's ModelConfig (LoRA, quantization, dtype, attention) and of `ScriptArguments` can be
 given on the command line or in a YAML file named by --config; the command line wins. `--help` lists them all,
-`--dry_run` prints the plan. What it does is in hacpo_trl/train.py; `hacpo train` is the same.
+`--dry_run` prints the plan. What it does is in hacpo_trl/cli/train.py; `hacpo train` is the same.
 """
 
 import sys
 
-from hacpo_trl.train import ScriptArguments, main
+from hacpo_trl.cli.train import ScriptArguments, main
 
 __all__ = ["ScriptArguments", "main"]
 

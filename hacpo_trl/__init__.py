@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .agent import HACPOAgent
     from .capability import CapabilityTracker
-    from .checkpoint import merge_adapter
     from .config import HACPOConfig
+    from .maths.reward import MathVerifier, math_reward, number_reward
     from .objective import capability_aware_advantages, hacpo_objective, peer_clip_lower, sequence_log_ratio
-    from .rewards import MathVerifier, math_reward, number_reward
-    from .trainer import HACPOTrainer
+    from .training.agent import HACPOAgent
+    from .training.checkpoint import merge_adapter
+    from .training.trainer import HACPOTrainer
 
 _HOMES = {
-    "HACPOAgent": "agent",
+    "HACPOAgent": "training.agent",
     "CapabilityTracker": "capability",
     "HACPOConfig": "config",
     "capability_aware_advantages": "objective",
     "hacpo_objective": "objective",
     "peer_clip_lower": "objective",
     "sequence_log_ratio": "objective",
-    "math_reward": "rewards",
-    "number_reward": "rewards",
-    "MathVerifier": "rewards",
-    "merge_adapter": "checkpoint",
-    "HACPOTrainer": "trainer",
+    "math_reward": "maths.reward",
+    "number_reward": "maths.reward",
+    "MathVerifier": "maths.reward",
+    "merge_adapter": "training.checkpoint",
+    "HACPOTrainer": "training.trainer",
 }
 
 __all__ = [

@@ -1,6 +1,7 @@
 """Responses as rows of micro-batches: each learner's own and its peers', in the learner's tokens.
 
-Needs torch only. R is the number of responses of one agent on this process. See texts.py for the exchange of texts.
+Needs torch only. R is the number of responses of one agent on this process. See texts/responses.py for
+the exchange of texts.
 """
 
 import math
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .texts import EncodedResponses, ResponseTexts
+from .texts.responses import EncodedResponses, ResponseTexts
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 
 from hacpo_trl import HACPOConfig, HACPOTrainer
 from hacpo_trl.playground import AgentSpec, build_agent, make_dataset, make_problems, save_agent, warm_up
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
 
 torch.set_num_threads(1)
 

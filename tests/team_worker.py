@@ -32,10 +32,10 @@ from peft import LoraConfig
 from stand_in import StandInClient, StandInServer
 from trl.generation import vllm_generation
 
-import hacpo_trl.agent
+import hacpo_trl.training.agent
 from hacpo_trl import HACPOTrainer
-from hacpo_trl.offload import resident_bytes
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
+from hacpo_trl.training.offload import resident_bytes
 
 if "fsdp" in SETTINGS:  # accelerate shards only where there are GPUs: the CPUs pass for them
     os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", **SETTINGS["fsdp"])
@@ -87,7 +87,7 @@ def servers(models, names):
 if SETTINGS.get("vllm"):
     servers(SETTINGS["models"], SETTINGS["names"])
 else:
-    hacpo_trl.agent.HACPOAgent._generate_single_turn = sample
+    hacpo_trl.training.agent.HACPOAgent._generate_single_turn = sample
 
 
 def kill_points(trainer):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hacpo_trl.advice import RoundSigns, advise
-from hacpo_trl.metrics import UpdateStatistics
-from hacpo_trl.trainer import _differing, _with_advantage
+from hacpo_trl.reporting.advice import RoundSigns, advise
+from hacpo_trl.reporting.update_statistics import UpdateStatistics
+from hacpo_trl.training.trainer import _differing, _with_advantage
 
 NAN = math.nan
 HEALTHY = RoundSigns(

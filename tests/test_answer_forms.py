@@ -2,8 +2,8 @@ r"""Answers as models write them, against golds, in both directions; and answers
 
 import pytest
 
-from hacpo_trl._grader import judge, parse_gold
-from hacpo_trl.rewards import MathVerifier, number_reward
+from hacpo_trl.maths.grader import judge, parse_gold
+from hacpo_trl.maths.reward import MathVerifier, number_reward
 
 # gold -> responses that give it
 RIGHT = {

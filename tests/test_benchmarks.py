@@ -14,14 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hacpo_trl import answers
-from hacpo_trl.answers import evaluate_model, load_vllm, resolve_prompt_format, resolve_settings
-from hacpo_trl.benchmarks import BENCHMARKS
-from hacpo_trl.evaluate import main, model_names
-from hacpo_trl.playground import make_problems, shipped_agent
-from hacpo_trl.prompts import make_form
-from hacpo_trl.rewards import MathVerifier
-from hacpo_trl.scores import (
+from hacpo_trl.cli.evaluate import main, model_names
+from hacpo_trl.evaluation import answers
+from hacpo_trl.evaluation.answers import evaluate_model, load_vllm, resolve_prompt_format, resolve_settings
+from hacpo_trl.evaluation.scores import (
     EvaluationResult,
     average_at_k,
     group_answers,
@@ -31,6 +27,10 @@ from hacpo_trl.scores import (
     pass_at_k,
     results_table,
 )
+from hacpo_trl.maths.benchmarks import BENCHMARKS
+from hacpo_trl.maths.reward import MathVerifier
+from hacpo_trl.playground import make_problems, shipped_agent
+from hacpo_trl.texts.prompts import make_form
 
 ROOT = Path(__file__).parent.parent
 # The prompt that the playground's agents were warmed up on
@@ -324,7 +324,7 @@ def test_benchmarks_are_read_from_the_hub_as_they_stand_there(monkeypatch):
         asked.append((source, name, split))
         return [rows[source]]
 
-    monkeypatch.setattr("hacpo_trl.data.load_dataset", load)
+    monkeypatch.setattr("hacpo_trl.maths.problems.load_dataset", load)
     answers = [BENCHMARKS[name].load()[0]["answer"] for name in ("gsm8k", "math", "olympiad_bench")]
     assert answers == ["10", r"\frac12", "1, 2"]
     assert asked[0] == ("openai/gsm8k", "main", "test")
@@ -494,7 +494,7 @@ def test_side_by_side_resumed_and_compared(agent_folders, additions_file, tmp_pa
 
     # The same again loads no model; other settings, or a folder that was written anew, do
     with monkeypatch.context() as patch:
-        patch.setattr("hacpo_trl.evaluate._load_model", lambda *_: pytest.fail("the model is not needed"))
+        patch.setattr("hacpo_trl.cli.evaluate._load_model", lambda *_: pytest.fail("the model is not needed"))
         run(*models, *common)
         assert capsys.readouterr().out.count("already in") == 2 and (out / "results.md").read_text() == table
     run(models[0], *common, "--limit", 3)

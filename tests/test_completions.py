@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from hacpo_trl import math_reward
-from hacpo_trl.page import completion_tables
+from hacpo_trl.reporting.run_page import completion_tables
 
 PAIR = ["char", "bpe"]
 

@@ -12,7 +12,7 @@ from conftest import config, team
 from trl import GRPOTrainer
 
 from hacpo_trl import _contract
-from hacpo_trl.trainer import HACPOTrainer
+from hacpo_trl.training.trainer import HACPOTrainer
 
 ROOT = Path(__file__).parent.parent
 

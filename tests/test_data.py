@@ -5,8 +5,8 @@ import json
 import pandas
 import pytest
 
-from hacpo_trl.data import extract_answer, is_local, load_problems, to_prompts
-from hacpo_trl.prompts import make_form
+from hacpo_trl.maths.problems import extract_answer, is_local, load_problems, to_prompts
+from hacpo_trl.texts.prompts import make_form
 
 
 @pytest.mark.parametrize(

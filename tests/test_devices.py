@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hacpo_trl.agent import HACPOAgent
-from hacpo_trl.turns import Turns
+from hacpo_trl.sampling.turn_taking import Turns
+from hacpo_trl.training.agent import HACPOAgent
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from stand_in import stand_in
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from hacpo_trl import HACPOConfig, HACPOTrainer, MathVerifier, merge_adapter
+from hacpo_trl.cli.train import ScriptArguments
 from hacpo_trl.memory import estimate
-from hacpo_trl.serve import serve
-from hacpo_trl.train import ScriptArguments
+from hacpo_trl.sampling.vllm_servers import serve
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -115,9 +115,9 @@ def test_the_equations_have_an_example():
 def test_functions_named_beside_their_file_are_in_it():
     page = ROOT / "docs" / "algorithm.md"
     text = re.sub(r"\s+", " ", page.read_text(encoding="utf-8"))
-    named = [(n, f) for names, f in re.findall(r"\[([\w, ]+)\]\(\.\./(hacpo_trl/\w+\.py)\)", text)
+    named = [(n, f) for names, f in re.findall(r"\[([\w, ]+)\]\(\.\./(hacpo_trl/[\w/]+\.py)\)", text)
              for n in re.split(r", | and ", names)]  # fmt: skip
-    named += re.findall(r"`(?:\w+\.)?(\w+)`[^`.]* in \[\w+\.py\]\(\.\./(hacpo_trl/\w+\.py)\)", text)
+    named += re.findall(r"`(?:\w+\.)?(\w+)`[^`.]* in \[\w+\.py\]\(\.\./(hacpo_trl/[\w/]+\.py)\)", text)
     assert len(named) >= 10
     for name, file in named:
         assert re.search(rf"(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8")), (name, file)
@@ -127,7 +127,7 @@ def test_functions_named_beside_their_file_are_in_it():
 
 
 def sources():
-    files = [*ROOT.glob("hacpo_trl/*.py"), *ROOT.glob("examples/**/*.*"), ROOT / "setup.cfg"]
+    files = [*ROOT.glob("hacpo_trl/**/*.py"), *ROOT.glob("examples/**/*.*"), ROOT / "setup.cfg"]
     return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
@@ -187,7 +187,7 @@ def texts_in(source):
 
 
 def test_quoted_messages_are_in_the_code():
-    ours = [text for file in ROOT.glob("hacpo_trl/*.py") for text in texts_in(file.read_text(encoding="utf-8"))]
+    ours = [text for file in ROOT.glob("hacpo_trl/**/*.py") for text in texts_in(file.read_text(encoding="utf-8"))]
     # "{start}vllm_..." and "agent {name}: {message}" begin with what another text says
     ours += [text.removeprefix("…") for text in ours]
     quoted = re.findall(r"^\*\*Message\*\* `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), re.M)

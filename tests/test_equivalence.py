@@ -8,7 +8,7 @@ from conftest import all_weights, config, dataset, digit_reward, team, weights
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-import hacpo_trl.agent
+import hacpo_trl.training.agent
 from hacpo_trl.playground import AgentSpec, build_agent, save_agent
 
 
@@ -216,7 +216,7 @@ def test_the_update_follows_the_equations(agent_folders, tmp_path, monkeypatch, 
         return wrapped
 
     for name in ("own_rows", "peer_rows"):
-        monkeypatch.setattr(hacpo_trl.agent, name, remembering(getattr(hacpo_trl.agent, name)))
+        monkeypatch.setattr(hacpo_trl.training.agent, name, remembering(getattr(hacpo_trl.training.agent, name)))
     args = config(
         tmp_path,
         per_device_train_batch_size=2,

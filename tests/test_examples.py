@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hacpo_trl.playground import make_problems, shipped_agent
-from hacpo_trl.report import Evaluation, accuracy_table
+from hacpo_trl.reporting.plots import Evaluation, accuracy_table
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import StateDictType
 from trl import ModelConfig
 
 from hacpo_trl import HACPOTrainer
-from hacpo_trl.fsdp import check_fsdp, own_plugin, uses_fsdp
-from hacpo_trl.train import ScriptArguments, describe
+from hacpo_trl.cli.train import ScriptArguments, describe
+from hacpo_trl.training.fsdp import check_fsdp, own_plugin, uses_fsdp
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ well be an improvement of the verifier, and the pair then moves to `PAIRS`.
 
 import pytest
 
-from hacpo_trl.rewards import MathVerifier
+from hacpo_trl.maths.reward import MathVerifier
 
 # kind: gold, answer, equal?
 PAIRS = {

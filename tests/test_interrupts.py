@@ -17,7 +17,7 @@ import pytest
 from conftest import config, team
 
 from hacpo_trl.playground import shipped_agent
-from hacpo_trl.turns import Turns, agents_are_running
+from hacpo_trl.sampling.turn_taking import Turns, agents_are_running
 
 ROOT = Path(__file__).parent.parent
 MODELS = [shipped_agent("tiny-char"), shipped_agent("tiny-bpe")]
@@ -27,7 +27,7 @@ SMALL += "--max_completion_length 16 --max_rounds 3 --reward_funcs grader.reward
 # Announces and then repeats without end a method of an agent, from the given round on
 GRADER = """
 import threading
-from hacpo_trl.agent import HACPOAgent
+from hacpo_trl.training.agent import HACPOAgent
 
 def repeat(name, first_step):
     method = getattr(HACPOAgent, name)

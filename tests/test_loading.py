@@ -11,9 +11,9 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacpo_trl import HACPOTrainer, merge_adapter
-from hacpo_trl.loading import changes_base
-from hacpo_trl.progress import RoundProgress
-from hacpo_trl.train import main
+from hacpo_trl.cli.train import main
+from hacpo_trl.reporting.round_progress import RoundProgress
+from hacpo_trl.training.loading import changes_base
 
 PAIR = ["char", "bpe"]
 

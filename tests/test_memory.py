@@ -29,10 +29,10 @@ from trl import ModelConfig, TrlParser
 from trl.trainer.utils import add_fused_lm_head
 
 from hacpo_trl import HACPOConfig, memory
+from hacpo_trl.cli.train import _memory, main
 from hacpo_trl.memory import GIB, PAPER_MODELS, PAPER_PAIRS, SETUPS, AgentShape, estimate, table
 from hacpo_trl.playground import shipped_agent
-from hacpo_trl.team import resolve_names
-from hacpo_trl.train import _memory, main
+from hacpo_trl.training.arguments import resolve_names
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CONFIGS = EXAMPLES / "configs"

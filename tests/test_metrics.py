@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hacpo_trl.metrics import UpdateStatistics
+from hacpo_trl.reporting.update_statistics import UpdateStatistics
 
 OWN, PEER = (0.9, 1.1), (0.8, 1.0)
 EVERY = {"ratio_mean", "ratio_max", "effective_sample_size", "no_gradient"}

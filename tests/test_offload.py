@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hacpo_trl import offload
-from hacpo_trl.offload import Residency, resident_bytes
+from hacpo_trl.training import offload
+from hacpo_trl.training.offload import Residency, resident_bytes
 
 
 class Model(nn.Module):

@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 import pytest
 from conftest import config, dataset, digit_reward, team
 
-from hacpo_trl import page as page_module
-from hacpo_trl.page import write_page
+from hacpo_trl.reporting import run_page as page_module
+from hacpo_trl.reporting.run_page import write_page
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hacpo_trl import playground
 from hacpo_trl.playground import (
     SHIPPED,
     SPECS,
@@ -24,6 +23,7 @@ from hacpo_trl.playground import (
     shipped_agent,
     warm_up,
 )
+from hacpo_trl.playground import agents as playground
 
 SMALL = AgentSpec("small", "llama", "char", hidden_size=32, num_layers=1, num_heads=2, seed=7)
 TEXTS = [

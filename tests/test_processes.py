@@ -15,7 +15,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hacpo_trl.page import completion_tables
+from hacpo_trl.reporting.run_page import completion_tables
 
 WORKER = Path(__file__).parent / "team_worker.py"
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import pytest
 from conftest import config, dataset, digit_reward, team
 
 from hacpo_trl import HACPOTrainer
-from hacpo_trl.progress import RoundProgress, duration
+from hacpo_trl.reporting.round_progress import RoundProgress, duration
 
 PAIR = ["char", "bpe"]
 NUMBER = r"(\d\.\d{3}|nan)"

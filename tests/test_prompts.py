@@ -8,13 +8,14 @@ from conftest import CHAT_TEMPLATE, config, dataset, team
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hacpo_trl import evaluate, prompts
-from hacpo_trl.answers import evaluate_model
+from hacpo_trl.cli import evaluate
+from hacpo_trl.cli.train import main
+from hacpo_trl.cli.tryout import show_prompt, verdict
+from hacpo_trl.evaluation.answers import evaluate_model
+from hacpo_trl.evaluation.scores import EvaluationResult
 from hacpo_trl.playground import shipped_agent
-from hacpo_trl.prompts import AS_IT_IS, PROMPT_FILE, PromptForm, make_form, read_form, stops_of, with_newlines
-from hacpo_trl.scores import EvaluationResult
-from hacpo_trl.train import main
-from hacpo_trl.tryout import show_prompt, verdict
+from hacpo_trl.texts import prompts
+from hacpo_trl.texts.prompts import AS_IT_IS, PROMPT_FILE, PromptForm, make_form, read_form, stops_of, with_newlines
 
 FOUR_SHOT = "Q: What is 3 + 4?\nA: 7\n\nQ: {problem}\nA:"
 

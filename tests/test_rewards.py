@@ -13,9 +13,9 @@ import warnings
 import pytest
 from hostile import HOSTILE, KINDS, cases
 
-from hacpo_trl import rewards
-from hacpo_trl._grader import find_answer
-from hacpo_trl.rewards import MathVerifier, math_reward
+from hacpo_trl.maths import reward as rewards
+from hacpo_trl.maths.grader import find_answer
+from hacpo_trl.maths.reward import MathVerifier, math_reward
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "benchmarks"))
 
@@ -342,7 +342,7 @@ def test_daemonic_process(method):
 @pytest.mark.parametrize("end", ["pass", "os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_workers_end_with_their_parent(end, tmp_path):
     code = (
-        "import os; from hacpo_trl.rewards import math_reward\n"
+        "import os; from hacpo_trl.maths.reward import math_reward\n"
         "assert math_reward(['1'], ['1']) == [1.0]\n"
         "print(*[worker.process.pid for worker in math_reward._live], flush=True)\n" + end
     )
@@ -372,7 +372,7 @@ def test_workers_see_no_gpu_and_have_a_memory_limit(verifier):
 
 
 def test_import_is_light():
-    code = "import sys, hacpo_trl.rewards; print([m for m in ('torch', 'trl', 'sympy') if m in sys.modules])"
+    code = "import sys, hacpo_trl.maths.reward; print([m for m in ('torch', 'trl', 'sympy') if m in sys.modules])"
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     env = {**os.environ, "PYTHONPATH": root}
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True).strip() == "[]"

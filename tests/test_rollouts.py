@@ -21,7 +21,7 @@ from hacpo_trl.rollouts import (
     peer_rows,
     plan_round,
 )
-from hacpo_trl.texts import EncodedResponses, encode_responses, end_of_response_id, find_leads
+from hacpo_trl.texts.responses import EncodedResponses, encode_responses, end_of_response_id, find_leads
 
 # -- tokenizers of many kinds, built on the spot ----------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_trl import cli
-from hacpo_trl.serve import ServerError, serve, vllm_command, watch
+from hacpo_trl.cli import command as cli
+from hacpo_trl.sampling.vllm_servers import ServerError, serve, vllm_command, watch
 
 TESTS = Path(__file__).parent
 
@@ -114,8 +114,8 @@ def test_a_server_that_dies_later_is_named_and_the_other_stopped(models):
 
 
 def test_what_ignores_the_polite_signal_is_ended_by_force(models, monkeypatch):
-    stop = cli.serve._stop
-    monkeypatch.setattr(cli.serve, "_stop", lambda servers: stop(servers, grace=0.5))
+    stop = cli.vllm_servers._stop
+    monkeypatch.setattr(cli.vllm_servers, "_stop", lambda servers: stop(servers, grace=0.5))
     with serve(models, ports=free_ports(2), host="127.0.0.1", command=stand_in(a=["--stubborn"])) as servers:
         pids = children(servers)
     assert ends(pids)
@@ -151,9 +151,10 @@ DRIVER = """
 import sys
 sys.path.insert(0, {tests!r})
 from test_serve import stand_in
-from hacpo_trl import cli, serve
-run = serve.run
-serve.run = lambda *args, **kwargs: run(*args, **kwargs, command=stand_in())
+from hacpo_trl.cli import command as cli
+from hacpo_trl.sampling import vllm_servers
+run = vllm_servers.run
+vllm_servers.run = lambda *args, **kwargs: run(*args, **kwargs, command=stand_in())
 sys.exit(cli.main())
 """
 
@@ -193,9 +194,9 @@ def test_the_command_takes_its_servers_along(models, number):
 
 def test_the_command_fails_with_its_server(models, capsys, monkeypatch):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    run = cli.serve.run
+    run = cli.vllm_servers.run
     monkeypatch.setattr(
-        cli.serve, "run", lambda *args, **kwargs: run(*args, **kwargs, command=stand_in(b=["--die-after", "2"]))
+        cli.vllm_servers, "run", lambda *args, **kwargs: run(*args, **kwargs, command=stand_in(b=["--die-after", "2"]))
     )
     try:
         arguments = ["serve", "--models", *models, "--ports", *map(str, free_ports(2)), "--host", "127.0.0.1"]

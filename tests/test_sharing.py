@@ -17,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacpo_trl import HACPOConfig
-from hacpo_trl.card import settings_of
+from hacpo_trl.hub.card import settings_of
+from hacpo_trl.hub.publishing import find_base
 from hacpo_trl.playground import make_problems, shipped_agent
-from hacpo_trl.sharing import find_base
 
 ROOT = Path(__file__).parent.parent
 PAIR = ["char", "bpe"]
@@ -404,7 +404,7 @@ def test_accuracies_are_checked(agent_folders, tmp_path):
         trainer.create_model_card(accuracies=str(tmp_path / "results.json"))
     rows = [{"problem": "1", "answer": "2", "correct": [True, False], "votes": [1, 1]}]
     rows[0] |= {"samples": ["", ""], "parsed": ["", ""], "tokens": [1, 1], "finished": [True, True]}
-    from hacpo_trl.scores import EvaluationResult
+    from hacpo_trl.evaluation.scores import EvaluationResult
 
     EvaluationResult("char", "math_500", {"samples": 2}, rows).save(tmp_path / "results.json")
     trainer.create_model_card(accuracies=tmp_path / "results.json")

@@ -7,8 +7,8 @@ from stand_in import StandInClient, stand_in
 from test_texts import EXACT, tokenizer_of
 
 from hacpo_trl import HACPOConfig
-from hacpo_trl.stops import StopAtTexts, before_stop, cut_at_stop
-from hacpo_trl.train import _parse, _task
+from hacpo_trl.cli.train import _parse, _task
+from hacpo_trl.texts.stops import StopAtTexts, before_stop, cut_at_stop
 
 
 def first_stop(tokenizer, prompt, ids, stops):

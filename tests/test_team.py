@@ -16,11 +16,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.processing_utils import ProcessorMixin
 
-import hacpo_trl.prompt_check
-import hacpo_trl.team
+import hacpo_trl.training.arguments
+import hacpo_trl.training.prompt_check
 from hacpo_trl import HACPOConfig
 from hacpo_trl.playground import build_agent, save_agent
-from hacpo_trl.team import (
+from hacpo_trl.training.arguments import (
     check_dataset,
     check_models,
     load_tokenizers,
@@ -223,7 +223,7 @@ def test_an_error_without_words(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError
 
-    monkeypatch.setattr(hacpo_trl.team.AutoConfig, "from_pretrained", fail)
+    monkeypatch.setattr(hacpo_trl.training.arguments.AutoConfig, "from_pretrained", fail)
     assert "- a: 'some/model'" in message_of(ValueError, check_models, ["some/model"], ["a"], [config()], [None])
 
 
@@ -249,7 +249,9 @@ def test_the_same_path_twice_is_fine(folders):
 
 def test_revision_and_remote_code_reach_the_config(monkeypatch):
     seen = []
-    monkeypatch.setattr(hacpo_trl.team.AutoConfig, "from_pretrained", lambda *args, **kwargs: seen.append(kwargs))
+    monkeypatch.setattr(
+        hacpo_trl.training.arguments.AutoConfig, "from_pretrained", lambda *args, **kwargs: seen.append(kwargs)
+    )
     configs = [
         config(model_init_kwargs={"revision": "v2", "trust_remote_code": True}),
         config(model_init_kwargs={"dtype": "float32"}, trust_remote_code=True),
@@ -477,13 +479,13 @@ def test_an_empty_chat():
 @pytest.mark.parametrize("others", ["completion", "messages", "chosen", "rejected"])
 def test_only_the_prompt_decides_whether_it_is_a_chat(monkeypatch, others):
     # TRL's test looks at whichever of these columns comes first out of a set, in another order in every process
-    original = hacpo_trl.prompt_check.is_conversational
+    original = hacpo_trl.training.prompt_check.is_conversational
 
     def unlucky(example):
         worst = [key for key in example if key != "prompt"] or ["prompt"]
         return any(original({key: example[key]}) for key in worst if key in ("prompt", others))
 
-    monkeypatch.setattr(hacpo_trl.prompt_check, "is_conversational", unlucky)
+    monkeypatch.setattr(hacpo_trl.training.prompt_check, "is_conversational", unlucky)
     check(rows(**{others: CHAT}))  # texts, without a template
     check(rows(prompt=CHAT, **{others: "2"}), [with_template()])
     assert "chat template" in message_of(ValueError, check, rows(prompt=CHAT, **{others: "2"}), [tokenizer()])
@@ -752,9 +754,9 @@ def test_a_folder_is_not_looked_for_on_the_hub(folders, tmp_path, monkeypatch):
     def hub(*args, **kwargs):
         raise AssertionError("the Hub is asked")
 
-    monkeypatch.setattr(hacpo_trl.team.AutoConfig, "from_pretrained", hub)
+    monkeypatch.setattr(hacpo_trl.training.arguments.AutoConfig, "from_pretrained", hub)
     message = message_of(ValueError, check_models, ["out/agnet-a"], ["a"], [config()], [None])
     assert "there is no such folder; 'out' holds agent-a" in message and "hf download out/agnet-a" in message
-    monkeypatch.setattr(hacpo_trl.loading, "try_to_load_from_cache", lambda *names: "/cache/config.json")
+    monkeypatch.setattr(hacpo_trl.training.loading, "try_to_load_from_cache", lambda *names: "/cache/config.json")
     with pytest.raises(ValueError, match="the Hub is asked"):
         check_models(["out/agnet-a"], ["a"], [config()], [None])

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from hacpo_trl import HACPOTrainer
-from hacpo_trl.agent import HACPOAgent
-from hacpo_trl.texts import decode_behind, encode_responses, find_leads, response_texts
+from hacpo_trl.texts.responses import decode_behind, encode_responses, find_leads, response_texts
+from hacpo_trl.training.agent import HACPOAgent
 
 CORPUS = [
     "What is 2 + 3? Solution: The answer is 5. Add the numbers, and then the sum is 12.",

@@ -7,10 +7,12 @@ from dataclasses import fields
 import pytest
 from trl import ModelConfig
 
-from hacpo_trl import HACPOConfig, cli, evaluate, train
+from hacpo_trl import HACPOConfig
+from hacpo_trl.cli import command as cli
+from hacpo_trl.cli import evaluate, train
+from hacpo_trl.cli.train import ScriptArguments, main
+from hacpo_trl.maths.reward import load_reward
 from hacpo_trl.playground import shipped_agent
-from hacpo_trl.rewards import load_reward
-from hacpo_trl.train import ScriptArguments, main
 
 MODELS = [shipped_agent("tiny-char"), shipped_agent("tiny-bpe")]
 SMALL = "--use_cpu --bf16 false --num_generations 4 --per_device_train_batch_size 8 --report_to none".split()

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from hacpo_trl import HACPOTrainer, MathVerifier, merge_adapter
-from hacpo_trl.loading import fix_absolute_positions
-from hacpo_trl.offload import resident_bytes
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
+from hacpo_trl.training.loading import fix_absolute_positions
+from hacpo_trl.training.offload import resident_bytes
 
 PAIR = ["char", "bpe"]
 

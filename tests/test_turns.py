@@ -8,7 +8,7 @@ import pytest
 from conftest import all_weights, config, digit_reward, team
 
 from hacpo_trl import math_reward
-from hacpo_trl.turns import Turns
+from hacpo_trl.sampling.turn_taking import Turns
 
 
 def test_the_order_is_that_of_the_turns():

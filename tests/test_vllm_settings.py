@@ -16,8 +16,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from hacpo_trl._contract import VLLM_ATTRIBUTES
 from hacpo_trl.rollouts import own_rows
-from hacpo_trl.sampler import check_engine, connect, server_instance, usable_logprobs
-from hacpo_trl.turns import Turns
+from hacpo_trl.sampling.turn_taking import Turns
+from hacpo_trl.sampling.vllm_client import check_engine, connect, server_instance, usable_logprobs
 
 NAMES = ["char", "bpe"]
 

@@ -16,7 +16,7 @@ from conftest import all_weights, config, dataset, digit_reward
 
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import AgentSpec, build_agent, save_agent, shipped_agent
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
 
 STABLELM = AgentSpec("stablelm", "stablelm", "bpe", hidden_size=64, num_layers=2, num_heads=2, vocab_size=320, seed=5)
 

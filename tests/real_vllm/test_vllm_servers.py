@@ -20,10 +20,10 @@ from test_serve import free_ports
 
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import shipped_agent
-from hacpo_trl.progress import RoundProgress
+from hacpo_trl.reporting.round_progress import RoundProgress
 from hacpo_trl.rollouts import own_rows
-from hacpo_trl.sampler import server_instance
-from hacpo_trl.serve import serve
+from hacpo_trl.sampling.vllm_client import server_instance
+from hacpo_trl.sampling.vllm_servers import serve
 
 NAMES = ["tiny-char", "tiny-bpe"]
 

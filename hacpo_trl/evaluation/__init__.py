@@ -1,0 +1,1 @@
+"""Measuring models: letting them answer problems, and estimates from what they answered."""

@@ -1,0 +1,1 @@
+"""Sharing agents on the Hub: repositories, pushes and model cards."""

@@ -1,0 +1,417 @@
+"""The model card of an agent: what it is, who it learned with and how, on what, and how to use it.
+
+Everything is known here: no card needs the network, and none names a local path.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from huggingface_hub import ModelCardData
+from huggingface_hub.utils import validate_repo_id
+from trl import GRPOConfig
+
+from .._version import __version__
+from ..config import HACPO_ONLY, SHARED_ONLY, HACPOConfig
+
+if TYPE_CHECKING:
+    from ..training.agent import HACPOAgent
+    from ..training.trainer import HACPOTrainer
+
+_HUB = "https://huggingface.co"
+
+
+# Not "before" and "after": a log is a mean of the rounds since the one before it, by an agent that learns
+_REWARD_COLUMNS = ("mean reward", "first log", "last log")
+
+# Always in the table of settings
+_IMPORTANT = """learning_rate lr_scheduler_type beta epsilon epsilon_high alpha peer_clip_delta peer_clip_step
+num_generations num_iterations max_completion_length temperature seed""".split()
+
+# ... and these, with HACPO's own, where they are not the default. No setting that can hold a path is among them.
+_IF_CHANGED = """optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm warmup_steps bf16 fp16
+disable_dropout use_bias_correction_kl mask_truncated_completions entropy_coef sync_ref_model ref_model_sync_steps
+ref_model_mixup_alpha reward_weights shuffle_dataset use_vllm vllm_importance_sampling_correction
+chat_template_kwargs""".split()
+_NOT_LEARNING = """agent_overrides hub_base_model_id max_rounds method micro_batches offload_inactive_agents
+sampling_batch_size screen_peers vllm_server_urls""".split()
+
+_METHODS = {
+    "hacpo": "HACPO: on every prompt all agents answer, each answer is graded once, and every agent learns from the "
+    "answers of all, each weighed by what its writer and its reader can do.",
+    "naive": "naive sharing, an ablation of HACPO: on every prompt all agents answer, each answer is graded once, and "
+    "every agent learns from the answers of all as if they were its own.",
+    "gspo": "GSPO. The agents trained side by side on the same prompts and learned from their own answers only.",
+    "grpo": "GRPO. The agents trained side by side on the same prompts and learned from their own answers only.",
+}
+
+_PAPERS = {
+    "GSPO": (
+        "2507.18071",
+        """@article{zheng2025group,
+    title  = {{Group Sequence Policy Optimization}},
+    author = {Chujie Zheng and others},
+    year   = 2025,
+    eprint = {arXiv:2507.18071},
+}""",
+    ),
+    "GRPO": (
+        "2402.03300",
+        """@article{shao2024deepseekmath,
+    title  = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
+    author = {Zhihong Shao and others},
+    year   = 2024,
+    eprint = {arXiv:2402.03300},
+}""",
+    ),
+}
+_TRL = """@software{vonwerra2020trl,
+    title  = {{TRL: Transformers Reinforcement Learning}},
+    author = {Leandro von Werra and others},
+    year   = 2020,
+    url    = {https://github.com/huggingface/trl},
+}"""
+_CITED = {"hacpo": ("HACPO", "GSPO", "GRPO"), "naive": ("HACPO", "GSPO", "GRPO"), "gspo": ("GSPO", "GRPO")}
+
+
+def write_card(trainer: "HACPOTrainer", agent: "HACPOAgent", folder: str) -> None:
+    """Writes an agent's card.
+
+    Args:
+        trainer: the leader.
+        agent: whose card it is.
+        folder: of the agent; README.md there is replaced.
+    """
+    with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
+        file.write(card_text(trainer, agent))
+
+
+def card_text(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    """The whole card of an agent, metadata first.
+
+    Args:
+        trainer: the leader.
+        agent: whose card it is.
+    """
+    sections = [
+        f"# {_title(trainer, agent)}\n\n{_introduction(trainer, agent)}",
+        f"## How to use it\n\n{_usage(agent)}",
+        f"## The team\n\n{_team(trainer, agent)}",
+        f"## Training\n\n{_training(trainer, agent)}",
+        f"## Data\n\n{_data(trainer, agent)}",
+    ]
+    results = _results(trainer, agent)
+    if results:
+        sections.append(f"## Results\n\n{results}")
+    sections += [f"## Versions\n\n{_versions(agent)}", f"## Citation\n\n{_citations(agent)}"]
+    return f"---\n{_metadata(trainer, agent)}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _metadata(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    details = trainer.card_details
+    tags = ["trl", "hacpo" if trainer.args.shares_rollouts else trainer.args.method, "generated_from_trainer"]
+    extra = details.get("tags") or []
+    data = ModelCardData(
+        base_model=agent.base.hub_id,
+        datasets=[name for name in _dataset_names(trainer) if _is_id(name)] or None,
+        language=details.get("language"),
+        library_name="peft" if is_peft_model(agent.model) else "transformers",
+        license=details.get("license"),
+        model_name=_title(trainer, agent),
+        pipeline_tag="text-generation",
+        tags=tags + ([extra] if isinstance(extra, str) else list(extra)),
+    )
+    return data.to_yaml() + "\n"
+
+
+def _repository(agent: "HACPOAgent") -> str | None:
+    """The whole id of an agent's repository, as far as it is known."""
+    wanted = agent.args.hub_model_id or ""
+    return agent.hub_model_id or (wanted if "/" in wanted else None)
+
+
+def _title(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    name = trainer.card_details.get("model_name")
+    return f"{name}-{agent.agent_name}" if name else (_repository(agent) or agent.agent_name).split("/")[-1]
+
+
+def _link(hub_id: str, revision: str | None = None) -> str:
+    return f"[{hub_id}]({_HUB}/{hub_id})" + (f" at `{revision}`" if revision else "")
+
+
+def _base(agent: "HACPOAgent") -> str:
+    if agent.base.hub_id is not None:
+        return _link(agent.base.hub_id, agent.base.revision)
+    kind = agent.model.config.model_type
+    return f"`{agent.base.title}` (a local {kind} model)" if agent.base.title else f"a {kind} model of no name"
+
+
+def _kind(agent: "HACPOAgent") -> str:
+    """What was trained of an agent."""
+    if not is_peft_model(agent.model):
+        return "all weights"
+    settings = agent.model.peft_config[agent.model.active_adapter]
+    kind = str(getattr(settings.peft_type, "value", settings.peft_type)).replace("LORA", "LoRA")
+    rank = getattr(settings, "r", None)
+    text = f"{kind} adapter" + (f" of rank {rank}" if isinstance(rank, int) else "")
+    quantization = getattr(agent.model.config, "quantization_config", None)
+    method = (
+        quantization.get("quant_method")
+        if isinstance(quantization, dict)
+        else getattr(quantization, "quant_method", None)
+    )
+    return text + (f" on a base quantized by {getattr(method, 'value', method)}" if method else "")
+
+
+def _introduction(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    what = "an adapter of" if is_peft_model(agent.model) else "a fine-tuned version of"
+    others = trainer.num_agents - 1
+    text = f"This is {what} {_base(agent)}"
+    if not others:
+        return f"{text}, trained alone with hacpo_trl, on [TRL](https://github.com/huggingface/trl)."
+    models = "another language model" if others == 1 else f"{others} other language models"
+    learned = "It learned together with" if trainer.args.shares_rollouts else "It was trained beside"
+    return (
+        f"{text}. {learned} {models}, by hacpo_trl on [TRL](https://github.com/huggingface/trl), and runs without "
+        f"{'it' if others == 1 else 'them'}."
+    )
+
+
+def _usage(agent: "HACPOAgent") -> str:
+    where = _repository(agent) or agent.agent_name
+    comment = "" if _repository(agent) else "  # the folder of this card"
+    remote = ", trust_remote_code=True" if agent.args.trust_remote_code else ""
+    adapter = is_peft_model(agent.model)
+    package, loader = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+    imports = [f"from {package} import {loader}", "from transformers import AutoTokenizer"]
+    if not adapter:
+        imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if _is_chat(agent):
+        options = "".join(f", {key}={value!r}" for key, value in (agent.chat_template_kwargs or {}).items())
+        prompt = [
+            'messages = [{"role": "user", "content": "What is 12 + 34?"}]',
+            "inputs = tokenizer.apply_chat_template(",
+            f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{options}',
+            ")",
+        ]
+    else:
+        prompt = [f"prompt = {_example(agent)}", 'inputs = tokenizer(prompt, return_tensors="pt")']
+    lines = [
+        *imports,
+        "",
+        f'name = "{where}"{comment}',
+        f"model = {loader}.from_pretrained(name{remote})",
+        f"tokenizer = AutoTokenizer.from_pretrained(name{remote})",
+        *prompt,
+        f"output = model.generate(**inputs, max_new_tokens={agent.max_completion_length})",
+        'print(tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    note = "\n\nThe base model is downloaded with it." if adapter else ""
+    return "```python\n" + "\n".join(lines) + f"\n```{note}"
+
+
+def _is_chat(agent: "HACPOAgent") -> bool:
+    if isinstance(agent.train_dataset, Dataset):
+        return isinstance(agent.train_dataset[0]["prompt"], list)
+    return agent.processing_class.chat_template is not None  # a stream is not read for this
+
+
+def _example(agent: "HACPOAgent") -> str:
+    """A prompt of our own, as a line of Python: the training prompts may be nobody else's business.
+
+    Plain prompts of `to_prompts` are recognised, and then it has their form.
+    """
+    if isinstance(agent.train_dataset, Dataset):
+        first = agent.train_dataset[0]["prompt"]
+        if isinstance(first, str) and "Problem: " in first and first.endswith("\nSolution:"):
+            return r'"Problem: What is 12 + 34?\nSolution:"'
+    return '"What is 12 + 34?"  # put yours in the form of the training prompts'
+
+
+def _team(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    lines = ["| agent | started from | trained | repository |", "|---|---|---|---|"]
+    for other in trainer.agents:
+        name = f"**{other.agent_name}** (this one)" if other is agent else other.agent_name
+        repository = _repository(other)
+        lines.append(f"| {name} | {_base(other)} | {_kind(other)} | {_link(repository) if repository else ''} |")
+    return "\n".join(lines)
+
+
+def _training(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    args = trainer.args
+    rounds = trainer.state.global_step // trainer.updates_per_round
+    prompts = args.generation_batch_size // args.num_generations
+    updates = agent.args.updates_per_round(trainer.num_agents)
+    rows = agent.args.per_device_train_batch_size * agent.args.gradient_accumulation_steps * args.world_size
+    lines = [
+        f"Method: {_METHODS[args.method]}",
+        "",
+        f"{rounds} {'round' if rounds == 1 else 'rounds'} of {prompts} prompts x {args.num_generations} responses of "
+        f"each agent; {updates} updates a round, each on up to {rows} responses.",
+        "",
+        "| setting | value |",
+        "|---|---|",
+        *(f"| `{name}` | {_shown(value)} |" for name, value in settings_of(agent.args).items()),
+        "",
+        "Other settings have the defaults of hacpo_trl's `HACPOConfig`.",
+    ]
+    return "\n".join(lines)
+
+
+def settings_of(args: HACPOConfig) -> dict[str, Any]:
+    """The settings that a card names: the important ones, and those that are not the default.
+
+    Args:
+        args: the agent's settings.
+    """
+    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
+    fields = {field.name: field for field in dataclasses.fields(HACPOConfig)}
+    own = [name for name in fields if name not in inherited and name not in _NOT_LEARNING]
+    idle: tuple[str, ...] = () if args.method == "hacpo" else HACPO_ONLY
+    idle += () if args.shares_rollouts else SHARED_ONLY
+    result = {}
+    for name in [*_IMPORTANT, *own, *_IF_CHANGED]:
+        field = fields[name]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(args, name)
+        value = getattr(value, "value", value)
+        same = value == default or default is None and value is False  # bf16, where there is no GPU for it
+        if name not in idle and (name in _IMPORTANT or not same):
+            result[name] = value
+    return result
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value).replace("|", "\\|")
+
+
+def _dataset_names(trainer: "HACPOTrainer") -> list[str]:
+    """Ids on the Hub of the prompts, and names that the user gave."""
+    given = trainer.card_details.get("dataset_name")
+    if given is not None:
+        return [given] if isinstance(given, str) else list(given)
+    info = getattr(trainer.train_dataset, "info", None)
+    files = [str(file) for file in (getattr(info, "download_checksums", None) or {})]
+    return sorted({found.group(1) for file in files if (found := re.match(r"hf://datasets/([^@]+)@", file))})
+
+
+def _is_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except ValueError:
+        return False
+    return not os.path.exists(name) and not name.lower().endswith((".json", ".jsonl", ".csv", ".parquet"))
+
+
+def _data(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    names = [
+        f"[{name}]({_HUB}/datasets/{name})" if _is_id(name) else f"`{os.path.basename(os.path.normpath(name))}`"
+        for name in _dataset_names(trainer)
+    ]
+    where = f" of {', '.join(names)}" if names else ""
+    graded = ", ".join(f"`{name}`" for name in agent.reward_func_names)
+    if isinstance(trainer.train_dataset, Dataset):
+        return f"{len(trainer.train_dataset)} prompts{where}. Responses were graded by {graded}."
+    return f"A stream of prompts{where}. Responses were graded by {graded}."
+
+
+def _results(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+    name, history = agent.agent_name, trainer.state.log_history
+    accuracies = []
+    for benchmark, value in (trainer.card_details.get("accuracies") or {}).get(name, {}).items():
+        before, after = value if isinstance(value, tuple) else (None, value)
+        accuracies.append((f"accuracy, {benchmark}", before, after))
+    keys = {"while training": f"{name}/reward"}
+    for eval_set in trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else [""]:
+        prefix, title = (f"{eval_set}_", f"in evaluation on {eval_set}") if eval_set else ("", "in evaluation")
+        keys[title] = f"eval_{prefix}{name}/reward"
+    rewards = []
+    for title, key in keys.items():
+        found = [entry[key] for entry in history if key in entry]
+        if found:
+            rewards.append((title, found[0] if len(found) > 1 else None, found[-1]))
+    tables = [_table(("measured", "before", "after"), accuracies), _table(_REWARD_COLUMNS, rewards)]
+    return "\n\n".join(table for table in tables if table)
+
+
+def _table(head: tuple[str, str, str], rows: list[tuple[str, float | None, float | None]]) -> str:
+    if not rows:
+        return ""
+    lines = [f"| {' | '.join(head)} |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {what} | {_number(first)} | {_number(last)} |" for what, first, last in rows])
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or math.isnan(value) else f"{value:.3f}"
+
+
+def read_accuracies(value: Any, names: list[str]) -> dict[str, dict[str, float | tuple[float, float]]]:
+    """Accuracies of agents on benchmarks.
+
+    Args:
+        value: {agent: {benchmark: accuracy, or (before, after)}}, or a results file of `hacpo evaluate`.
+        names: of the agents.
+
+    Raises:
+        ValueError: for other agents, or for what is no number.
+    """
+    if isinstance(value, (str, os.PathLike)):
+        from ..evaluation.scores import load_results
+
+        found: dict[str, dict[str, Any]] = {}
+        for result in load_results(value):
+            found.setdefault(result.model, {})[result.title] = result.summary()["average"]
+        value, others = {name: found[name] for name in names if name in found}, list(found)
+        if not value:
+            raise ValueError(
+                f"accuracies: the file holds results of {', '.join(others)}, none of the agents {', '.join(names)}. "
+                "Name the models like the agents: hacpo evaluate --names."
+            )
+    if not isinstance(value, dict) or not all(isinstance(entry, dict) for entry in value.values()):
+        raise ValueError(f"accuracies={value!r:.80} must be {{agent: {{benchmark: accuracy}}}}.")
+    unknown = [name for name in value if name not in names]
+    if unknown:
+        raise ValueError(f"accuracies names {', '.join(map(str, unknown))}; the agents are {', '.join(names)}.")
+    return {
+        name: {benchmark: _accuracy(entry, name, benchmark) for benchmark, entry in entries.items()}
+        for name, entries in value.items()
+    }
+
+
+def _accuracy(value: Any, name: str, benchmark: str) -> float | tuple[float, float]:
+    try:
+        if isinstance(value, (tuple, list)):
+            before, after = value
+            return float(before), float(after)
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"accuracies[{name!r}][{benchmark!r}]={value!r:.40} must be a number, or a pair (before, after)."
+        ) from None
+
+
+def _versions(agent: "HACPOAgent") -> str:
+    packages = ["trl", "transformers", "torch", "datasets", "tokenizers"]
+    lines = [f"- hacpo_trl {__version__}"]
+    for package in packages + (["peft"] if is_peft_model(agent.model) else []):
+        try:
+            lines.append(f"- {package} {version(package)}")
+        except PackageNotFoundError:  # installed under another name
+            continue
+    return "\n".join(lines)
+
+
+def _citations(agent: "HACPOAgent") -> str:
+    papers = {"HACPO": (agent._paper["id"], agent._paper["citation"]), **_PAPERS}
+    parts = []
+    for paper in _CITED.get(agent.args.method, ("GRPO",)):
+        number, entry = papers[paper]
+        parts.append(f"{paper}: [arXiv {number}](https://arxiv.org/abs/{number})\n\n```bibtex\n{entry}\n```")
+    return "\n\n".join([*parts, f"TRL:\n\n```bibtex\n{_TRL}\n```"])

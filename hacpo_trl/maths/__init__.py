@@ -1,0 +1,1 @@
+"""Maths problems: reading them, the benchmarks known by name, and grading answers."""

@@ -1,0 +1,174 @@
+"""What the agents wrote: one Parquet table a round for the whole team, OUTPUT_DIR/completions/round_00001.parquet.
+
+A row is a response. Its columns:
+
+| column | meaning |
+|---|---|
+| round | counted from 1 |
+| agent | who wrote it |
+| prompt | as in the data set: text, or a chat's messages |
+| completion | the response as text, without special tokens |
+| reward | weighted sum of the reward functions; null when none of them could score it |
+| rewards/<function> | of each function |
+| finish_reason | "stop": it ended itself; "length": it was cut at the limit |
+| tokens | its length in the agent's tokens |
+| advantage | for the agent that wrote it |
+| parsed_answer | what the reward function took for its answer; null when the function does not tell |
+
+A reward function tells by TRL's `log_extra("parsed_answer", texts)`, one text a completion, as `math_reward` does.
+What it logs under other names becomes further columns.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers.utils import is_rich_available
+from trl.trainer.utils import print_prompt_completions_sample
+
+from ..rollouts import Rollout
+from .run_page import COMPLETIONS, completion_tables
+
+if TYPE_CHECKING:
+    from ..training.trainer import HACPOTrainer
+
+
+class CompletionTables:
+    """Writes the tables of a run.
+
+    Args:
+        trainer: the leader of the team. TRL's own tables, one for each agent and log, are switched off.
+    """
+
+    def __init__(self, trainer: "HACPOTrainer"):
+        self.trainer = trainer
+        for agent in trainer.agents:
+            agent.log_completions = False
+
+    def begin_run(self, finished_rounds: int) -> None:
+        """Removes tables of rounds that are yet to come: an earlier run's, or those that a resumed run redoes.
+
+        Args:
+            finished_rounds: how many rounds the run has behind it.
+        """
+        if self.trainer.accelerator.is_main_process:
+            for number, path in completion_tables(self.trainer.args.output_dir).items():
+                if number > finished_rounds:
+                    os.remove(path)
+
+    def begin_round(self) -> None:
+        """Forgets what reward functions have logged before, in an evaluation or in a round."""
+        for agent in self.trainer.agents:
+            agent._logs["extra"].clear()
+
+    def write(self, rollouts: Sequence[Rollout], advantages: Tensor) -> None:
+        """Writes the table of the round that has just been sampled. All processes must take part.
+
+        Args:
+            rollouts: of all agents, on this process.
+            advantages: (N, B * G) of each agent's own responses, on all processes.
+        """
+        trainer = self.trainer
+        number = trainer.state.global_step // trainer.updates_per_round + 1
+        parts = []
+        for agent, rollout, own in zip(trainer.agents, rollouts, advantages.tolist(), strict=True):
+            local = zip(rollout.texts, rollout.finished, map(len, rollout.completion_ids), strict=True)
+            texts, finished, tokens = zip(*gather_object(list(local)), strict=True)
+            part = {
+                "round": [number] * len(texts),
+                "agent": [agent.agent_name] * len(texts),
+                "prompt": list(agent._logs["prompt"]),
+                "completion": texts,
+                "reward": rollout.rewards.tolist(),
+                **{f"rewards/{name}": list(values) for name, values in agent._logs["rewards"].items()},
+                "finish_reason": ["stop" if done else "length" for done in finished],
+                "tokens": tokens,
+                "advantage": own,
+            }
+            for name, values in agent._logs["extra"].items():
+                if len(values) == len(texts):  # else the function has not logged one value a completion
+                    part[f"extra/{name}" if name in part else name] = list(values)
+            parts.append(part)
+        if trainer.accelerator.is_main_process:
+            table = _table(parts)
+            self._keep(table, number)
+            self._show(number)
+            self._report(table)
+
+    def _keep(self, table: pa.Table, number: int) -> None:
+        folder = os.path.join(self.trainer.args.output_dir, COMPLETIONS)
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, f"round_{number:05d}.parquet")
+        pq.write_table(table, f"{path}.unfinished")
+        os.replace(f"{path}.unfinished", path)  # a killed run leaves no half-written table
+
+    def _show(self, number: int) -> None:
+        """Prints as many responses of every agent as the settings wish."""
+        count = self.trainer.num_completions_to_print
+        if not count or not is_rich_available():
+            return
+        for agent in self.trainer.agents:
+            print(f"Round {number}, {agent.agent_name}:", flush=True)
+            logs = agent._logs
+            rows = slice(min(count, len(logs["prompt"])))
+            print_prompt_completions_sample(
+                list(logs["prompt"])[rows],
+                list(logs["completion"])[rows],
+                {name: list(values)[rows] for name, values in logs["rewards"].items()},
+                None,
+                number,
+            )
+
+    def _report(self, table: pa.Table) -> None:
+        """Sends the table to those trackers that show tables, as TRL does."""
+        report_to = self.trainer.args.report_to or []
+        trackers = []
+        if "wandb" in report_to:
+            import wandb
+
+            trackers += [wandb] if wandb.run is not None else []
+        if "trackio" in report_to:
+            import trackio
+
+            trackers.append(trackio)
+        if not trackers:
+            return
+        frame = table.to_pandas()
+        if self.trainer.log_unique_prompts:
+            frame = frame[~(frame["agent"] + frame["prompt"].astype(str)).duplicated()]
+        for tracker in trackers:
+            tracker.log({"completions": tracker.Table(dataframe=frame)})
+
+
+def _table(parts: Sequence[dict[str, Sequence[Any]]]) -> pa.Table:
+    """One table of all agents' columns, null where an agent has not got one."""
+    names = list(dict.fromkeys([name for part in parts for name in part] + ["parsed_answer"]))
+    columns = {}
+    for name in names:
+        values = [value for part in parts for value in part.get(name, [None] * len(part["round"]))]
+        if name in ("reward", "advantage") or name.startswith("rewards/"):
+            columns[name] = pa.array([None if v is None or math.isnan(v) else v for v in values], pa.float64())
+        elif name in ("completion", "parsed_answer"):
+            columns[name] = _text_array(values)
+        else:
+            columns[name] = _any_array(values)
+    return pa.table(columns)
+
+
+def _text_array(values: Sequence[Any]) -> pa.Array:
+    # Lone surrogates have no UTF-8
+    clean = [None if v is None else str(v).encode("utf-8", "replace").decode() for v in values]
+    return pa.array(clean, pa.string())
+
+
+def _any_array(values: list[Any]) -> pa.Array:
+    """With the type that fits all values; as texts where none does."""
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
+        return _text_array(values)

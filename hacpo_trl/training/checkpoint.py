@@ -1,0 +1,217 @@
+"""Checkpoints of a team: an interrupted one never looks whole, and one of other agents is refused."""
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..texts.prompts import read_form
+
+if TYPE_CHECKING:
+    from .trainer import HACPOTrainer
+
+TEAM_STATE = "hacpo_state.json"
+_UNFINISHED = ".unfinished"
+_FORMAT = 1
+_SAMPLE = "Solve 12 + 34 = 46, then \\boxed{46}.\n  The answer: #### 46 – naïve café 你好"
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: str, accelerator: Accelerator) -> Iterator[str]:
+    """A folder to write into that takes the place of `folder` only when everything in it is written.
+
+    Args:
+        folder: where it ends up; what is there is replaced.
+        accelerator: all processes must take part; the main one renames.
+
+    Yields:
+        The folder to write into: ".unfinished/<name>" beside `folder`.
+    """
+    parent, name = os.path.split(os.path.abspath(folder))
+    staging = os.path.join(parent, _UNFINISHED)
+    unfinished = os.path.join(staging, name)
+    if accelerator.is_main_process:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        os.makedirs(unfinished)
+    accelerator.wait_for_everyone()
+    yield unfinished
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        old = os.path.join(staging, f"{name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.exists(folder):
+            os.rename(folder, old)
+        os.rename(unfinished, folder)
+        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another folder is being written beside this one
+            os.rmdir(staging)
+    accelerator.wait_for_everyone()
+
+
+def _portrait(agent: Any) -> dict[str, Any]:
+    """What must be the same for an agent's weights and optimizer to fit."""
+    config = agent.model.config.get_text_config()
+    return {
+        "name": agent.agent_name,
+        "model_type": config.model_type,
+        "hidden_size": getattr(config, "hidden_size", None),
+        "num_hidden_layers": getattr(config, "num_hidden_layers", None),
+        "vocab_size": config.vocab_size,
+        "tokens": len(agent.processing_class),
+        "adapter": is_peft_model(agent.model),
+    }
+
+
+def _what_exact_resuming_needs(trainer: "HACPOTrainer") -> dict[str, Any]:
+    """What must be the same for a resumed run to see the prompts and the random numbers of the uninterrupted one."""
+    return {
+        "num_generations": trainer.num_generations,
+        "prompts a round": trainer.args.generation_batch_size // trainer.num_generations,
+        "prompts in train_dataset": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
+        "seed": trainer.args.seed,
+        "processes": trainer.accelerator.num_processes,
+    }
+
+
+def write_team_state(folder: str, trainer: "HACPOTrainer") -> None:
+    """Writes what belongs to the team and not to one agent.
+
+    Args:
+        folder: the checkpoint.
+        trainer: the leader.
+    """
+    state = {
+        "format": _FORMAT,
+        "agents": [_portrait(agent) for agent in trainer.agents],
+        "method": trainer.args.method,
+        "global_step": trainer.state.global_step,
+        "updates_per_round": trainer.updates_per_round,
+        "round": trainer.state.global_step // trainer.updates_per_round,
+        "capability": trainer.capability.state_dict(),
+        "outside_shares": [agent.outside_share for agent in trainer.agents],
+        "resumable": not trainer.args.save_only_model,
+        "exact": _what_exact_resuming_needs(trainer),
+    }
+    with open(os.path.join(folder, TEAM_STATE), "w") as file:
+        json.dump(state, file, indent=2)
+
+
+def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[str, dict[str, Any]]:
+    """Finds a checkpoint and makes sure that it is whole and of this team.
+
+    Args:
+        checkpoint: a folder, or True for the newest in the run's output folder.
+        trainer: the leader.
+
+    Returns:
+        The folder and the team's state.
+
+    Raises:
+        ValueError: when there is none, or it is not whole, or it is of other agents or other rounds.
+
+    Warns:
+        when the run can go on, but with other prompts or other random numbers.
+    """
+    if checkpoint is True:
+        output_dir = trainer.args.output_dir
+        found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if found is None:
+            raise ValueError(
+                f"There is no checkpoint in {output_dir!r}. One is written every save_steps={trainer.args.save_steps} "
+                "updates, at the end of the round; an interrupted one does not count. Start without "
+                "resume_from_checkpoint."
+            )
+        checkpoint = found
+    if not os.path.isdir(checkpoint):
+        raise ValueError(f"{checkpoint!r} does not exist.")
+    path = os.path.join(checkpoint, TEAM_STATE)
+    if not os.path.isfile(path):
+        raise ValueError(f"{checkpoint!r} is not a whole checkpoint of HACPOTrainer: {TEAM_STATE} is missing.")
+    with open(path) as file:
+        state = json.load(file)
+    if state["format"] != _FORMAT:
+        raise ValueError(f"{checkpoint!r} has the format {state['format']}; this version reads {_FORMAT}.")
+    here = [_portrait(agent) for agent in trainer.agents]
+    if state["agents"] != here:
+        there = state["agents"]
+        differences = [f"it has {len(there)} agents, this team {len(here)}"] if len(there) != len(here) else []
+        for old, new in zip(there, here, strict=False):
+            differences += [f"{old['name']}: {k} {old[k]!r} there, {new[k]!r} here" for k in old if old[k] != new[k]]
+        raise ValueError(f"{checkpoint!r} is a checkpoint of other agents ({'; '.join(differences)}).")
+    if not state["resumable"]:
+        raise ValueError(
+            f"{checkpoint!r} was saved with save_only_model=True and holds no optimizer. Start a new run from its "
+            "agents' folders instead."
+        )
+    if state["updates_per_round"] != trainer.updates_per_round:
+        raise ValueError(
+            f"{checkpoint!r} is of a run with {state['updates_per_round']} updates a round, this one has "
+            f"{trainer.updates_per_round}. Use the same method, num_iterations, steps_per_generation and "
+            "gradient_accumulation_steps."
+        )
+    if state["global_step"] % state["updates_per_round"]:
+        raise ValueError(f"{checkpoint!r} was saved inside a round, so the run cannot be continued exactly.")
+    there = state.get("exact", {})
+    differences = [
+        f"{key}: {there[key]} there, {value} here"
+        for key, value in _what_exact_resuming_needs(trainer).items()
+        if key in there and there[key] != value
+    ]
+    if differences:
+        warnings.warn(
+            f"{checkpoint!r} is of a run with other settings ({'; '.join(differences)}). Weights and optimizers go on "
+            "from it, but not exactly as the run would have: prompts may come twice or be left out, and sampling "
+            "draws other random numbers.",
+            stacklevel=3,
+        )
+    return checkpoint, state
+
+
+def merge_adapter(folder: str, output_dir: str) -> None:
+    """Merges a saved LoRA agent into its base: the result is a full model that needs no PEFT.
+
+    Args:
+        folder: the agent's folder, as `HACPOTrainer.save_model` wrote it. Its base is loaded from where it came from.
+        output_dir: where the merged model and the tokenizer go.
+    """
+    from peft import AutoPeftModelForCausalLM
+
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    model.merge_and_unload().save_pretrained(output_dir)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(output_dir)
+    form = read_form(folder)
+    if form is not None:
+        form.save(output_dir)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str, name: str) -> None:
+    """Warns when AutoTokenizer makes another tokenizer of what was saved.
+
+    AutoTokenizer builds the class that belongs to the model's type, so that a tokenizer of one's own may come back as
+    a different one, silently.
+
+    Args:
+        tokenizer: the one that was saved.
+        folder: where.
+        name: the agent's, for the message.
+    """
+    try:
+        same = AutoTokenizer.from_pretrained(folder)(_SAMPLE)["input_ids"] == tokenizer(_SAMPLE)["input_ids"]
+    except Exception as error:  # the warning below is all that can be done
+        same, reason = False, f" ({error})"
+    else:
+        reason = ""
+    if not same:
+        warnings.warn(
+            f"agent {name!r}: AutoTokenizer does not load the tokenizer saved in {folder!r} as it was{reason}. Load "
+            f"it with {type(tokenizer).__name__}.from_pretrained.",
+            stacklevel=3,
+        )
