@@ -68,11 +68,13 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
 
 # class -> what its objects have, and has no signature or is a property; `GradientBuckets` uses torch's reducer
 MEMBERS: dict[str, tuple[str, ...]] = {
+    "argparse.ArgumentParser": ("_actions", "_option_string_actions"),
     "accelerate.state.AcceleratorState": ("deepspeed_plugins",),
     "torch.distributed.Reducer": ("_rebuild_buckets", "prepare_for_backward"),
     "torch.distributed.fsdp.FSDPModule": ("reshard",),
+    "transformers.AutoModelForCausalLM": ("_model_mapping",),
     "transformers.PreTrainedConfig": ("_name_or_path",),
-    "transformers.PreTrainedModel": ("_tied_weights_keys", "all_tied_weights_keys"),
+    "transformers.PreTrainedModel": ("_from_config", "_tied_weights_keys", "all_tied_weights_keys"),
 }
 
 # file of an installed package -> what stands in it: what only objects have, and packages that take long to import
