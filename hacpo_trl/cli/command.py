@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from .._version import __version__
-from ..console import end_interrupted
 from ..sampling import vllm_servers
+from .console import end_interrupted
 
 _WHOLE = {
     "train": "hacpo_trl.cli.train",

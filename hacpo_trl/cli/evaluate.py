@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..console import end_interrupted
 from ..evaluation.answers import PROMPT_FORMATS, evaluate_model, load_vllm, prompt_ids, resolve_settings
 from ..evaluation.scores import (
     FORMAT,
@@ -40,6 +39,7 @@ from ..evaluation.scores import (
 from ..maths.benchmarks import BENCHMARKS
 from ..maths.problems import load_problems
 from ..texts.prompts import INSTRUCTION, PROMPT_FILE, PromptForm, make_form, read_form, with_newlines
+from .console import end_interrupted
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 

@@ -20,10 +20,10 @@ import torch
 from transformers.utils import logging
 
 from ..config import HACPOConfig
-from ..console import end_interrupted
 from ..playground.agents import accuracy, answer_reward, make_dataset, make_split, shipped_agent
 from ..reporting.plots import Evaluation, accuracy_table, plot_run
 from ..training.trainer import HACPOTrainer
+from .console import end_interrupted
 
 AGENTS = ["tiny-char", "tiny-bpe"]
 TASKS = ["addition", "subtraction"]

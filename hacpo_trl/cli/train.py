@@ -20,7 +20,6 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantiz
 from trl.trainer.utils import get_callable_name
 
 from ..config import HACPOConfig, convert_fields
-from ..console import end_interrupted
 from ..hub.publishing import check_sharing
 from ..maths.problems import is_local, load_problems, to_prompts
 from ..maths.reward import load_reward, weighted_sum
@@ -37,6 +36,7 @@ from ..training.arguments import (
 from ..training.fsdp import check_fsdp, own_plugin, uses_fsdp
 from ..training.loading import find_origin
 from ..training.trainer import HACPOTrainer
+from .console import end_interrupted
 from .tryout import sample_team, show_prompt
 
 

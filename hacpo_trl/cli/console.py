@@ -22,7 +22,7 @@ def end_interrupted(command: str, sentence: str, *, main_process: bool = True) -
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if main_process:
         print(f"\nhacpo {command}: interrupted. {sentence}", file=sys.stderr, flush=True)
-    turns = sys.modules.get(f"{__package__}.turns")
+    turns = sys.modules.get("hacpo_trl.sampling.turn_taking")
     if turns is not None and turns.agents_are_running():
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # ending in the ordinary way would abort the process
