@@ -8,6 +8,10 @@
 
 import sys
 
+from hacpo_trl.cli.console import start_quietly
+
+start_quietly()
+
 from hacpo_trl.cli.evaluate import main
 
 if __name__ == "__main__":

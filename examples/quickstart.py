@@ -7,6 +7,10 @@ The code is hacpo_trl/cli/quickstart.py.
 
 import sys
 
+from hacpo_trl.cli.console import start_quietly
+
+start_quietly()
+
 from hacpo_trl.cli.quickstart import main
 
 if __name__ == "__main__":

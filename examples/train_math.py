@@ -10,6 +10,10 @@ given on the command line or in a YAML file named by --config; the command line 
 
 import sys
 
+from hacpo_trl.cli.console import start_quietly
+
+start_quietly()
+
 from hacpo_trl.cli.train import ScriptArguments, main
 
 __all__ = ["ScriptArguments", "main"]

@@ -148,6 +148,16 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+def hush_renamed() -> None:
+    """Ignores transformers' warnings of names that TRL 1.16 still calls in every round, and no user can change."""
+    warnings.filterwarnings(
+        "ignore",
+        r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated and will be removed in v6",
+        FutureWarning,
+        r"transformers\.modeling_utils",
+    )
+
+
 def check_versions() -> None:
     """Warns of installed releases that were not tested."""
     for package, tested in TESTED.items():

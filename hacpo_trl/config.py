@@ -57,6 +57,12 @@ _TEAM_FIELDS = frozenset(
     fsdp_config local_rank""".split()
 )
 
+# TRL's names, of which transformers would warn, and transformers' later ones: in a copy it reads these alone
+_RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+
 _ENGINE_FIELDS = ("vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
 _SERVER_FIELDS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_group_port")
 
@@ -362,6 +368,9 @@ class HACPOConfig(GRPOConfig):
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = "reward", True  # of the team, in evaluation
+        for old, new in _RENAMED.items():
+            if getattr(self, new, self) is None:
+                setattr(self, new, getattr(self, old))
         self._check_numbers()
         self._check_method()
         if self.generation_batch_size is None and self.steps_per_generation is None:
@@ -722,6 +731,9 @@ class HACPOConfig(GRPOConfig):
         except ValueError as error:
             raise ValueError(f"agent {name!r}: {error}") from None
         changes = {**self._server_of(name, index), **changes}
+        for old, new in _RENAMED.items():
+            if old in changes and hasattr(self, new):
+                changes.setdefault(new, changes[old])
         size = changes.setdefault("per_device_train_batch_size", self.per_device_train_batch_size)
         if not (isinstance(size, int) and size >= 1):
             raise ValueError(

@@ -79,25 +79,30 @@ def interrupt(process):
     """Sends SIGINT to the whole group, as a terminal does, when the moment has come.
 
     Returns:
-        The status, what was printed, and the lines of the error stream.
+        The status, the lines of the output, and those of the error stream.
     """
+    lines = []
     for line in process.stdout:
         if line == "now\n":
             break
+        lines.append(line)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err and "terminate called" not in err, err
-    return process.returncode, out, err.splitlines()
+    return process.returncode, lines + out.splitlines(), err.splitlines()
 
 
 def test_while_sampling_it_names_the_newest_checkpoint(processes):
     process, folder = processes["sampling"]
-    status, _, lines = interrupt(process)
+    status, shown, lines = interrupt(process)
     assert status == 130
-    assert lines[-1] == (
+    # Nothing but our own lines, from the first on: no warning, no bar, no notice of a library
+    starts = [line.split(" ")[0] for line in shown]
+    assert starts[:4] == ["Prompts:", "Loading", "Every", "round"] and set(starts[4:]) <= {"round", "Warning:"}, shown
+    assert lines[0] == "" and lines[1:] == [
         "hacpo train: interrupted. 2 rounds done. The newest checkpoint is out/checkpoint-8. To go on from it, run "
         "the same command with --resume_from_checkpoint out/checkpoint-8"
-    )
+    ]
     assert (folder / "out" / "checkpoint-8" / "hacpo_state.json").exists()
 
 

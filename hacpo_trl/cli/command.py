@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..sampling import vllm_servers
-from .console import end_interrupted
+from .console import end_interrupted, start_quietly
 
 _WHOLE = {
     "train": "hacpo_trl.cli.train",
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    start_quietly()
     try:
         return _run(arguments)
     except KeyboardInterrupt:  # that the command does not know better

@@ -39,7 +39,7 @@ from ..evaluation.scores import (
 from ..maths.benchmarks import BENCHMARKS
 from ..maths.problems import load_problems
 from ..texts.prompts import INSTRUCTION, PROMPT_FILE, PromptForm, make_form, read_form, with_newlines
-from .console import end_interrupted
+from .console import end_interrupted, show_slow_bars_only
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -111,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 130 after Ctrl-C. What goes wrong by the user's doing ends the program with a sentence.
     """
     options = build_parser().parse_args(argv)
+    show_slow_bars_only()
     try:
         run(options)
     except (ValueError, ImportError) as error:

@@ -9,21 +9,18 @@ import argparse
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-warnings.filterwarnings("ignore", category=FutureWarning)
 
 import torch
-from transformers.utils import logging
 
 from ..config import HACPOConfig
 from ..playground.agents import accuracy, answer_reward, make_dataset, make_split, shipped_agent
 from ..reporting.plots import Evaluation, accuracy_table, plot_run
 from ..training.trainer import HACPOTrainer
-from .console import end_interrupted
+from .console import end_interrupted, show_slow_bars_only
 
 AGENTS = ["tiny-char", "tiny-bpe"]
 TASKS = ["addition", "subtraction"]
@@ -67,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    logging.disable_progress_bar()
+    show_slow_bars_only()
 
     train, held_out = make_split(TASKS, 32 * options.rounds, options.held_out, seed=options.seed)
     args = HACPOConfig(

@@ -36,7 +36,7 @@ from ..training.arguments import (
 from ..training.fsdp import check_fsdp, own_plugin, uses_fsdp
 from ..training.loading import find_origin
 from ..training.trainer import HACPOTrainer
-from .console import end_interrupted
+from .console import end_interrupted, show_slow_bars_only, tell_held
 from .tryout import sample_team, show_prompt
 
 
@@ -159,9 +159,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code. What goes wrong by the user's doing before the training starts is told in one sentence, with 2;
         after Ctrl-C one says how to go on, with 130.
     """
+    show_slow_bars_only()
     try:
         script, args, model_args = _parse(sys.argv[1:] if arguments is None else list(arguments))
         quantization = get_quantization_config(model_args)
+        if quantization is not None:
+            tell_held("bitsandbytes.backends.cpu.ops")
+        if args.deepspeed_plugin is not None:
+            tell_held("DeepSpeed")
         if script.dry_run:
             print(describe(script, args, model_args), flush=True)
             if script.sample_problems:
@@ -324,7 +329,8 @@ def _rewards(script: ScriptArguments) -> list[Any]:
 
 def _build(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig, quantization: Any) -> HACPOTrainer:
     task = _task(script, args, model_args)
-    print(f"Prompts: {task.form}")
+    if args.process_index == 0:
+        print(f"Prompts: {task.form}\nLoading {', '.join(task.names)} ...", flush=True)
     trainer = HACPOTrainer(
         models=script.models,
         reward_funcs=task.rewards,

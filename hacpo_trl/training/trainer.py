@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from .._contract import check_versions
+from .._contract import check_versions, hush_renamed
 from ..capability import CapabilityTracker
 from ..config import HACPOConfig
 from ..hub.publishing import Publisher, check_sharing
@@ -109,6 +109,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
         environment_factory: Any = None,
     ):
         check_versions()
+        hush_renamed()
         refuse(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         models = list(models) if isinstance(models, (list, tuple)) else [models]
         models = [os.fspath(model) if isinstance(model, os.PathLike) else model for model in models]
