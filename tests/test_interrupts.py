@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import config, team
 
+from hacpo_trl.cli.console import end_interrupted
 from hacpo_trl.playground import shipped_agent
 from hacpo_trl.sampling.turn_taking import Turns, agents_are_running
 
@@ -165,7 +166,7 @@ def test_turns_wait_for_their_threads():
     assert turns.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
-def test_a_second_interrupt_does_not_wait(caplog):
+def test_a_second_interrupt_does_not_wait(monkeypatch):
     turns, release = Turns(), threading.Event()
 
     def hangs():
@@ -177,7 +178,10 @@ def test_a_second_interrupt_does_not_wait(caplog):
 
     with pytest.raises(KeyboardInterrupt):
         turns.run([hangs, lambda: None])
-    assert agents_are_running()
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    with pytest.raises(SystemExit, match="130"):  # not in the ordinary way
+        end_interrupted("train", "", at_once=agents_are_running())
     release.set()
 
 

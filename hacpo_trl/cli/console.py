@@ -57,22 +57,22 @@ def show_slow_bars_only() -> None:
     logging.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{"delay": _SLOW, "disable": None, **kwargs}))
 
 
-def end_interrupted(command: str, sentence: str, *, main_process: bool = True) -> int:
+def end_interrupted(command: str, sentence: str, *, main_process: bool = True, at_once: bool = False) -> int:
     """Says what to do after Ctrl-C. A further one ends the process at once.
 
     Args:
         command: of `hacpo`, such as "train".
         sentence: what is left of the run, and how to go on.
         main_process: whether this is the process that speaks, when there are several.
+        at_once: whether agents still compute, as after a second Ctrl-C.
 
     Returns:
-        The exit status. Does not return where agents still compute, as after a second Ctrl-C.
+        The exit status. Does not return where agents still compute.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if main_process:
         print(f"\nhacpo {command}: interrupted. {sentence}", file=sys.stderr, flush=True)
-    turns = sys.modules.get("hacpo_trl.sampling.turn_taking")
-    if turns is not None and turns.agents_are_running():
+    if at_once:
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # ending in the ordinary way would abort the process
     return INTERRUPTED

@@ -19,6 +19,7 @@ import torch
 from ..config import HACPOConfig
 from ..playground.agents import accuracy, answer_reward, make_dataset, make_split, shipped_agent
 from ..reporting.plots import Evaluation, accuracy_table, plot_run
+from ..sampling.turn_taking import agents_are_running
 from ..training.trainer import HACPOTrainer
 from .console import end_interrupted, show_slow_bars_only
 
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except KeyboardInterrupt:
-        return end_interrupted("quickstart", "It saves its agents at its end. With --rounds 4 it is shorter.")
+        sentence = "It saves its agents at its end. With --rounds 4 it is shorter."
+        return end_interrupted("quickstart", sentence, at_once=agents_are_running())
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from ..config import HACPOConfig, convert_fields
 from ..hub.publishing import check_sharing
 from ..maths.problems import is_local, load_problems, to_prompts
 from ..maths.reward import load_reward, weighted_sum
+from ..sampling.turn_taking import agents_are_running
 from ..texts.prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_newlines
 from ..training.arguments import (
     check_dataset,
@@ -190,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             trainer.save_model()
     except KeyboardInterrupt:
-        return end_interrupted("train", _how_to_resume(trainer), main_process=trainer.is_world_process_zero())
+        speaks = trainer.is_world_process_zero()
+        return end_interrupted("train", _how_to_resume(trainer), main_process=speaks, at_once=agents_are_running())
     print("Saved: " + ", ".join(f"{args.output_dir}/{name}" for name in trainer.agent_names))
     return 0
 
