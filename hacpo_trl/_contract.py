@@ -139,7 +139,6 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         "get_callable_name",
         "get_config_model_id",
         "is_async_callable",
-        "print_prompt_completions_sample",
         "shutdown_event_loop_in_daemon",
         "use_adapter",
     ),

@@ -1,6 +1,7 @@
 """The tables of what the agents wrote."""
 
 import os
+import re
 import sys
 import types
 
@@ -79,7 +80,7 @@ def test_columns_and_types(run):
         assert {name: str(schema.field(name).type) for name in schema.names} == {
             "round": "int64", "agent": "string", "prompt": "string", "completion": "string", "reward": "double",
             "rewards/digit_reward": "double", "rewards/length_reward": "double", "finish_reason": "string",
-            "tokens": "int64", "advantage": "double", "parsed_answer": "string",
+            "tokens": "int64", "advantage": "double", "parsed_answer": "string", "gold": "string",
         }  # fmt: skip
 
 
@@ -169,9 +170,30 @@ def test_nothing_is_kept_unless_wished(agent_folders, tmp_path):
 
 def test_completions_on_the_screen(agent_folders, tmp_path, capsys):
     args = config(tmp_path, log_completions=True, num_completions_to_print=2, max_rounds=1)
-    team(agent_folders, PAIR, args).train()
+    team(agent_folders, PAIR, args, [digit_reward, length_reward]).train()
     shown = capsys.readouterr().out
-    assert "Round 1, char:" in shown and "Round 1, bpe:" in shown and shown.count("Prompt") == 2
+    assert "Round 1, char" in shown and "Round 1, bpe" in shown and shown.count("prompt") == 2 and "Step" not in shown
+    table = tables(tmp_path)[1]
+    for gold in table[table["agent"] == "bpe"]["gold"][:2]:
+        assert re.search(rf"│ *{gold} *│", shown)
+
+
+def test_golds_stand_beside_the_responses(agent_folders, tmp_path):
+    data = dataset().map(lambda row: {"solution": f"#### {row['answer']}"})
+    team(agent_folders, PAIR, config(tmp_path, log_completions=True, max_rounds=1), train_dataset=data).train()
+    golds = {row["prompt"]: row["answer"] for row in data}
+    table = tables(tmp_path)[1]
+    assert table["gold"].tolist() == [golds[prompt] for prompt in table["prompt"]]
+
+    data = data.rename_column("answer", "about").map(lambda row: {"target": [row["about"], "x"]})
+    team(agent_folders, PAIR, config(tmp_path, log_completions=True, max_rounds=1), train_dataset=data).train()
+    assert [list(gold) for gold in tables(tmp_path)[1]["gold"]] == [
+        [golds[prompt], "x"] for prompt in tables(tmp_path)[1]["prompt"]
+    ]  # fmt: skip
+
+    data = data.remove_columns(["target", "solution"])
+    team(agent_folders, PAIR, config(tmp_path, log_completions=True, max_rounds=1), train_dataset=data).train()
+    assert "gold" not in tables(tmp_path)[1]
 
 
 def test_trackers_get_one_table_a_round(agent_folders, tmp_path, monkeypatch):

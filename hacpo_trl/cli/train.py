@@ -435,7 +435,8 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     forwards = args.num_iterations * args.generation_batch_size * (count if args.shares_rollouts else 1)
     lines.append(f"  responses that pass forward and backward, at most: {forwards} of each agent")
 
-    lines.append(f"memory on each GPU, estimated for prompts of 1024 tokens: {_memory(script, args, model_args)}")
+    where = "of each process" if args.use_cpu else "on each GPU"
+    lines.append(f"memory {where}, estimated for prompts of 1024 tokens: {_memory(script, args, model_args)}")
     check = functools.partial(
         check_dataset, tokenizers=task.tokenizers, names=names, configs=configs, models=script.models
     )

@@ -273,6 +273,11 @@ def _column(columns: Sequence[str], given: str | None, known: Sequence[str], wha
     )
 
 
+def gold_column(row: dict[str, Any]) -> str | None:
+    """The column of a data set's answers, from one of its rows: "answer", else the first that is known by name."""
+    return next((column for column in ("answer", *_ANSWER_COLUMNS) if column in row), None)
+
+
 def to_prompts(problems: Sequence[dict[str, Any]], form: PromptForm) -> Dataset:
     """Makes prompts of problems.
 

@@ -8,6 +8,7 @@ A row is a response. Its columns:
 | agent | who wrote it |
 | prompt | as in the data set: text, or a chat's messages |
 | completion | the response as text, without special tokens |
+| gold | the right answer, where the data set has a column "answer" (else "final_answer", "gold", "target", ...) |
 | reward | weighted sum of the reward functions; null when none of them could score it |
 | rewards/<function> | of each function |
 | finish_reason | "stop": it ended itself; "length": it was cut at the limit |
@@ -29,10 +30,10 @@ import pyarrow.parquet as pq
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers.utils import is_rich_available
-from trl.trainer.utils import print_prompt_completions_sample
 
+from ..maths.problems import gold_column
 from ..rollouts import Rollout
-from .run_page import COMPLETIONS, completion_tables
+from .run_page import COMPLETIONS, completion_tables, readable
 
 if TYPE_CHECKING:
     from ..training.trainer import HACPOTrainer
@@ -47,6 +48,7 @@ class CompletionTables:
 
     def __init__(self, trainer: "HACPOTrainer"):
         self.trainer = trainer
+        self._golds: list[Any] | None = None
         for agent in trainer.agents:
             agent.log_completions = False
 
@@ -61,8 +63,14 @@ class CompletionTables:
                 if number > finished_rounds:
                     os.remove(path)
 
-    def begin_round(self) -> None:
-        """Forgets what reward functions have logged before, in an evaluation or in a round."""
+    def begin_round(self, inputs: Sequence[dict[str, Any]]) -> None:
+        """Forgets what reward functions have logged before, in an evaluation or in a round.
+
+        Args:
+            inputs: a row of the data set for each response of an agent on this process.
+        """
+        column = gold_column(inputs[0])
+        self._golds = None if column is None else [row.get(column) for row in inputs]
         for agent in self.trainer.agents:
             agent._logs["extra"].clear()
 
@@ -75,6 +83,7 @@ class CompletionTables:
         """
         trainer = self.trainer
         number = trainer.state.global_step // trainer.updates_per_round + 1
+        golds = None if self._golds is None else gather_object(self._golds)
         parts = []
         for agent, rollout, own in zip(trainer.agents, rollouts, advantages.tolist(), strict=True):
             local = zip(rollout.texts, rollout.finished, map(len, rollout.completion_ids), strict=True)
@@ -84,6 +93,7 @@ class CompletionTables:
                 "agent": [agent.agent_name] * len(texts),
                 "prompt": list(agent._logs["prompt"]),
                 "completion": texts,
+                **({} if golds is None else {"gold": golds}),
                 "reward": rollout.rewards.tolist(),
                 **{f"rewards/{name}": list(values) for name, values in agent._logs["rewards"].items()},
                 "finish_reason": ["stop" if done else "length" for done in finished],
@@ -97,7 +107,7 @@ class CompletionTables:
         if trainer.accelerator.is_main_process:
             table = _table(parts)
             self._keep(table, number)
-            self._show(number)
+            self._show(table)
             self._report(table)
 
     def _keep(self, table: pa.Table, number: int) -> None:
@@ -107,22 +117,26 @@ class CompletionTables:
         pq.write_table(table, f"{path}.unfinished")
         os.replace(f"{path}.unfinished", path)  # a killed run leaves no half-written table
 
-    def _show(self, number: int) -> None:
+    def _show(self, table: pa.Table) -> None:
         """Prints as many responses of every agent as the settings wish."""
         count = self.trainer.num_completions_to_print
         if not count or not is_rich_available():
             return
-        for agent in self.trainer.agents:
-            print(f"Round {number}, {agent.agent_name}:", flush=True)
-            logs = agent._logs
-            rows = slice(min(count, len(logs["prompt"])))
-            print_prompt_completions_sample(
-                list(logs["prompt"])[rows],
-                list(logs["completion"])[rows],
-                {name: list(values)[rows] for name, values in logs["rewards"].items()},
-                None,
-                number,
-            )
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        functions = [name for name in table.column_names if name.startswith("rewards/")]
+        titles = {"prompt": "prompt", "completion": "response", "gold": "gold", "parsed_answer": "read as"}
+        titles |= {name: name.removeprefix("rewards/") for name in functions} | {"advantage": "advantage"}
+        titles = {name: title for name, title in titles.items() if name in table.column_names}
+        for name, rows in table.to_pandas().groupby("agent", sort=False):
+            shown = Table(title=f"Round {rows['round'].iloc[0]}, {name}", title_justify="left", show_lines=True)
+            for title in titles.values():
+                shown.add_column(title)
+            for row in rows.head(count).to_dict("records"):
+                shown.add_row(*(Text(readable(row[name])) for name in titles))
+            Console().print(shown)
 
     def _report(self, table: pa.Table) -> None:
         """Sends the table to those trackers that show tables, as TRL does."""

@@ -6,10 +6,11 @@ one agent got right, and the settings. It needs matplotlib and pandas.
 
 import html
 import io
+import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .plots import COLORS
@@ -38,6 +39,7 @@ _MAPS = {
     "unreadable": ("Share that the learner cannot read", 0.0, 1.0),
 }
 
+_SHOWN_PROMPTS = 3  # of the last round
 _FEW = 10  # curves of so many values have markers
 _TICKS = 16  # at most so many updates are named below a heat map
 
@@ -48,6 +50,7 @@ svg { max-width: 100%; height: auto; } .quiet { color: #777; }
 table { border-collapse: collapse; margin: 1em 0; } td, th { padding: .25em .8em; border-bottom: 1px solid #eee;
 text-align: left; vertical-align: top; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 pre { white-space: pre-wrap; background: #f6f6f4; padding: .6em; margin: .3em 0; max-height: 16em; overflow: auto; }
+.verdict { margin: 0 0 .6em .6em; }
 .right { border-left: 4px solid #2c8a4b; } .wrong { border-left: 4px solid #a4343a; }
 """
 
@@ -73,7 +76,8 @@ def write_page(run_dir: str, output: str | None = None) -> str:
         ("Curves", _curves(history, agents)),
         ("Who learned from whom", _heat_maps(history, pairs) if pairs else _quiet("The agents shared nothing.")),
         ("Where the time went", _times(history)),
-        ("Right by one agent only", _lonely_successes(run_dir)),
+        ("Responses of the last round", _responses(run_dir, agents)),
+        ("Right by one agent only", _lonely_successes(run_dir, agents)),
         ("Settings", _settings(run)),
     ]
     body = "".join(f"<h2>{title}</h2>\n{content}\n" for title, content in sections)
@@ -165,24 +169,40 @@ def _quiet(text: str) -> str:
     return f'<p class="quiet">{html.escape(text)}</p>'
 
 
+def _evaluations(history: Sequence[dict[str, Any]], agents: Sequence[str]) -> list[str]:
+    """What "eval_" and "<agent>/reward" have between them in the log: "" or the name of a data set with "_"."""
+    keys = dict.fromkeys(key for entry in history for key in entry if re.fullmatch(r"eval_[^/]*/reward", key))
+    prefixes = []
+    for name in (key.removeprefix("eval_").removesuffix("/reward") for key in keys):
+        owner = max((agent for agent in agents if name == agent or name.endswith(f"_{agent}")), key=len, default=None)
+        if owner is not None:
+            prefixes.append(name.removesuffix(owner))
+    return sorted(set(prefixes))
+
+
+def _evaluation_title(prefix: str) -> str:
+    return f"reward in evaluation{f' on {prefix[:-1]}' if prefix else ''}"
+
+
 def _summary(history: Sequence[dict[str, Any]], agents: Sequence[str]) -> str:
+    metrics = {"reward": "reward", "capability": "capability", "completions/mean_length": "length", "kl": "KL"}
+    columns = {title: [f"{agent}/{metric}" for agent in agents] for metric, title in metrics.items()}
+    for prefix in _evaluations(history, agents):
+        columns[_evaluation_title(prefix)] = [f"eval_{prefix}{agent}/reward" for agent in agents]
+    cells = {title: [_change(_series(history, key)[1]) for key in keys] for title, keys in columns.items()}
+    cells = {title: texts for title, texts in cells.items() if any(texts)}  # with beta 0 there is no KL
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in ("agent", *cells))
     rows = []
-    for agent in agents:
-        cells = [f"<td>{html.escape(agent)}</td>"]
-        for metric in ("reward", "capability", "completions/mean_length", "kl"):
-            _, values = _series(history, f"{agent}/{metric}")
-            cells.append(f'<td class="number">{_change(values)}</td>' if values else "<td></td>")
-        _, evaluated = _series(history, f"eval_{agent}/reward")
-        text = _change(evaluated) if evaluated else ""
-        rows.append(f'<tr>{"".join(cells)}<td class="number">{text}</td></tr>')
-    head = "".join(f"<th>{t}</th>" for t in ("agent", "reward", "capability", "length", "KL", "reward in evaluation"))
+    for i, agent in enumerate(agents):
+        numbers = "".join(f'<td class="number">{texts[i]}</td>' for texts in cells.values())
+        rows.append(f"<tr><td>{html.escape(agent)}</td>{numbers}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>{_quiet('First and last logged value.')}"
 
 
 def _change(values: Sequence[float]) -> str:
-    """First and last value; the smallest P, 1e-8, is not shown as 0."""
+    """First and last value, if there are two; the smallest P, 1e-8, is not shown as 0."""
     texts = []
-    for value in (values[0], values[-1]):
+    for value in (*values[:1], *values[1:][-1:]):
         text = f"{value:.3f}"
         texts.append(f"{value:.0e}".replace("e-0", "e-") if value and not float(text) else text)
     return " → ".join(texts)
@@ -191,13 +211,13 @@ def _change(values: Sequence[float]) -> str:
 def _curves(history: Sequence[dict[str, Any]], agents: Sequence[str]) -> str:
     plt = _pyplot()
     shown = {m: t for m, t in _CURVES.items() if any(_series(history, f"{a}/{m}")[0] for a in agents)}
-    evaluated = any(_series(history, f"eval_{a}/reward")[0] for a in agents)
-    panels = [*shown.items(), *([("eval", "Mean reward in evaluation")] if evaluated else [])]
+    panels = [(title, [f"{agent}/{metric}" for agent in agents]) for metric, title in shown.items()]
+    for prefix in _evaluations(history, agents):
+        panels.append((f"Mean {_evaluation_title(prefix)}", [f"eval_{prefix}{agent}/reward" for agent in agents]))
     rows = -(-len(panels) // 3)
     figure, axes = plt.subplots(rows, 3, figsize=(12, 3 * rows), layout="constrained", squeeze=False)
-    for axis, (metric, title) in zip(axes.flat, panels, strict=False):
-        for color, agent in zip(COLORS, agents, strict=False):
-            key = f"eval_{agent}/reward" if metric == "eval" else f"{agent}/{metric}"
+    for axis, (title, keys) in zip(axes.flat, panels, strict=False):
+        for color, agent, key in zip(itertools.cycle(COLORS), agents, keys, strict=False):
             steps, values = _series(history, key)
             marker = "o" if len(steps) <= _FEW else None  # a single value draws no line
             axis.plot(steps, values, color=color, label=agent, linewidth=1.5, marker=marker, markersize=4)
@@ -248,39 +268,76 @@ def _times(history: Sequence[dict[str, Any]]) -> str:
     return f"<table>{rows}</table>"
 
 
-def _lonely_successes(run_dir: str, limit: int = 12) -> str:
-    import pandas
+def _responses(run_dir: str, agents: Sequence[str]) -> str:
+    """The first prompts of the last round, and the best response of every agent."""
+    tables = completion_tables(run_dir)
+    if not tables:
+        return _quiet("No completions were kept. Run with log_completions=True.")
+    number = max(tables)
+    groups = _by_prompt(tables[number])
+    shown = [_answers(f"round {number}", group, agents) for group in groups[:_SHOWN_PROMPTS]]
+    return _quiet("Some prompts, and each agent's best response.") + "".join(shown)
 
+
+def _lonely_successes(run_dir: str, agents: Sequence[str], limit: int = 12) -> str:
     parts: list[str] = []
-    count = 0
     tables = completion_tables(run_dir)
     if not tables:
         return _quiet("No completions were kept. Run with log_completions=True.")
     for number in reversed(tables):  # what the agents can do now, not at the start
-        table = pandas.read_parquet(tables[number], columns=["agent", "prompt", "completion", "reward"])
-        table["prompt"] = table["prompt"].map(_text)
-        table["right"] = table["reward"] > 0
-        for prompt, group in table.groupby("prompt", sort=False):
+        for group in _by_prompt(tables[number]):
             winners = group.loc[group["right"], "agent"].unique()
-            if len(winners) != 1 or group["agent"].nunique() < 2:
-                continue
-            parts.append(
-                f"<p><b>only {html.escape(winners[0])}</b>, round {number}</p><pre>{html.escape(prompt)}</pre>"
-            )
-            for agent, answers in group.groupby("agent", sort=False):
-                best = answers.sort_values("right", ascending=False).iloc[0]
-                kind = "right" if best["right"] else "wrong"
-                parts.append(f'<pre class="{kind}">{html.escape(agent)}: {html.escape(best["completion"])}</pre>')
-            count += 1
-            if count == limit:
+            if len(winners) == 1 and group["agent"].nunique() > 1:
+                parts.append(_answers(f"<b>only {html.escape(winners[0])}</b>, round {number}", group, agents))
+            if len(parts) == limit:
                 return "".join(parts)
     return "".join(parts) or _quiet("In the kept completions there is no prompt that only one agent got right.")
 
 
-def _text(value: Any) -> str:
+def _by_prompt(path: str) -> list[Any]:
+    """A table of completions, cut into one for each prompt."""
+    import pandas
+
+    table = pandas.read_parquet(path)
+    table["prompt"] = table["prompt"].map(readable)
+    table["right"] = table["reward"] > 0
+    return [group for _, group in table.groupby("prompt", sort=False)]
+
+
+def _answers(heading: str, group: Any, agents: Sequence[str]) -> str:
+    """A prompt, its gold, and each agent's best response with what the reward function read in it."""
+    first = group.iloc[0]
+    gold = f"; gold: <code>{html.escape(readable(first['gold']))}</code>" if "gold" in group else ""
+    parts = [f"<p>{heading}{gold}</p><pre>{html.escape(first['prompt'])}</pre>"]
+    for agent in agents:
+        answers = group[group["agent"] == agent]
+        if answers.empty:
+            continue
+        best = answers.sort_values("right", ascending=False, kind="stable").iloc[0]
+        verdict = [f"reward {readable(best['reward'])}" if best["reward"] == best["reward"] else "not scored"]
+        if best.get("parsed_answer") is not None:
+            verdict.append(f"read as {best['parsed_answer']!r}" if best["parsed_answer"] else "no answer found")
+        parts.append(
+            f'<pre class="{"right" if best["right"] else "wrong"}">{html.escape(agent)}: '
+            f'{html.escape(best["completion"])}</pre><p class="quiet verdict">{html.escape(", ".join(verdict))}</p>'
+        )
+    return "".join(parts)
+
+
+def readable(value: Any) -> str:
+    """A value of a table as a person reads it: chats by message, numbers in few digits, nothing for null."""
     if isinstance(value, str):
         return value
-    return "\n".join(f"[{message['role']}] {message['content']}" for message in value)
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return f"[{value['role']}] {value['content']}" if "role" in value and "content" in value else str(value)
+    if isinstance(value, Iterable):
+        parts = list(value)
+        return ("\n" if any(isinstance(part, dict) for part in parts) else ", ").join(map(readable, parts))
+    return str(value)
 
 
 def _settings(run: dict[str, Any]) -> str:

@@ -1069,7 +1069,10 @@ class HACPOAgent(FSDPAgent):
     # -- reports --------------------------------------------------------------------------------------------------
 
     def drain_statistics(self, reader: str = "log") -> list[dict[str, float]]:
-        """Statistics of the updates since this reader's last call, one dict per source, over all processes."""
+        """Statistics of the updates since this reader's last call, one dict per source, over all processes.
+
+        Without a reference there is no "kl": it was not measured.
+        """
 
         def reduce(tensor: Tensor, kind: str) -> Tensor:
             if self.accelerator.num_processes == 1:
@@ -1077,7 +1080,10 @@ class HACPOAgent(FSDPAgent):
             gathered = self.accelerator.gather(tensor[None])
             return gathered.sum(0) if kind == "sum" else gathered.amax(0)
 
-        return self.statistics.drain(reduce, reader)
+        statistics = self.statistics.drain(reduce, reader)
+        if self.beta == 0.0:
+            statistics[self.agent_index].pop("kl", None)
+        return statistics
 
     def _get_grad_norm(self, model, grad_norm=None):
         if self.is_deepspeed_enabled and self._update and not any(self._update):

@@ -156,6 +156,8 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self._step_ended: float | None = None
         self._logged_timings: list[dict[str, float]] = [{} for _ in names]
         self._waiting: set[str] = set()
+        self._evaluated_before: list[dict[str, Any]] = []  # the log of what happened before the running `train()`
+        self._logged_in_training: int | None = None  # entries of the log at the end of the last `train()`
         self._checkpoint_dir: str | None = None
         self.last_checkpoint: str | None = None
         self._eval_prefix = ""
@@ -271,9 +273,22 @@ class HACPOTrainer(TeamLog, TeamFiles):
         if self.completions is not None:
             self.completions.begin_run(state["global_step"] // self.updates_per_round if resume_from_checkpoint else 0)
         self._write_run_file()
-        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        # The loop begins an empty log, or one with a checkpoint's. What was evaluated before the run belongs to it
+        before = self.state.log_history[self._logged_in_training or 0 :]
+        self._evaluated_before = [] if resume_from_checkpoint else [{**entry, "step": 0} for entry in before]
+        try:
+            result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        finally:
+            self._logged_in_training = len(self.state.log_history)
         self.save_state()
         return result
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """See `TeamLog.evaluate`. What is evaluated before and after `train()` stands in the run's log as well."""
+        metrics = super().evaluate(*args, **kwargs)
+        if self._logged_in_training is not None and not self.is_in_train:
+            self.save_state()
+        return metrics
 
     def _write_run_file(self) -> None:
         """Who trains on what, for `hacpo report`."""
@@ -340,6 +355,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
         return sampler
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        self.state.log_history[:0] = self._evaluated_before
         result = super()._prepare_for_training(
             max_steps, train_dataloader, self._folder(resume_from_checkpoint, self.agent_name)
         )
@@ -368,7 +384,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
 
     def _start_round(self, inputs: list[dict[str, Any]]) -> None:
         if self.completions is not None:
-            self.completions.begin_round()
+            self.completions.begin_round(inputs)
         if self.residency is None:
             rollouts = self.turns.run([functools.partial(agent.sample, inputs) for agent in self.agents])
         else:  # handing the turn on would bring an agent's states to the device and back once more
@@ -445,7 +461,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
             quiet = [peer["no_gradient"] for peer in stats if "no_gradient" in peer]
             signs.heard.append(1 - sum(quiet) / len(quiet) if quiet else math.nan)
             signs.own_ratio.append(own.get("ratio_mean", math.nan))
-            signs.kl.append(own["kl"] if "kl" in own and agent.args.beta else math.nan)
+            signs.kl.append(own.get("kl", math.nan))
             signs.grad_norm.append(max(map(float, agent.grad_norms), default=math.nan))
         return signs
 
