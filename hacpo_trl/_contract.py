@@ -35,6 +35,13 @@ METHODS: dict[str, dict[str, tuple[str, ...]]] = {
         "_get_learning_rate": (),
         "_get_output_dir": ("trial",),
         "_issue_warnings_after_load": ("load_result",),
+        "_init_training_state": (
+            "max_steps",
+            "num_update_steps_per_epoch",
+            "num_train_epochs",
+            "resume_from_checkpoint",
+            "trial",
+        ),
         "_inner_training_loop": ("batch_size", "args", "resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
         "_load_best_model": (),
         "_load_from_checkpoint": ("resume_from_checkpoint", "model"),

@@ -66,6 +66,36 @@ def test_resuming_at_the_end_of_an_epoch(agent_folders, tmp_path):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("strategy", "steps"), [("steps", (8, 12, 16)), ("epoch", (12,))])
+def test_a_stream_resumes_in_its_second_pass(agent_folders, tmp_path, strategy, steps):
+    """3 rounds a pass, in another order each; checkpoints in the first pass, at its end, and in the second one."""
+
+    def run_stream(output_dir, resume=None, **changes):
+        prompts = dataset(6).to_iterable_dataset().shuffle(seed=1, buffer_size=6)
+        args = config(output_dir, **{**RUN, "save_strategy": strategy, "lr_scheduler_type": "constant", **changes})
+        trainer = team(agent_folders, NAMES, args, train_dataset=prompts)
+        asked = []
+        sample = trainer.sample
+        trainer.sample = lambda inputs: (asked.append([row["prompt"] for row in inputs]), sample(inputs))[1]
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer, asked
+
+    def assert_goes_on(checkpoint, folder):
+        resumed, again = run_stream(folder, str(checkpoint))
+        assert again == asked[-len(again) :] and resumed.state.global_step == 20
+        assert resumed.state.epoch == whole.state.epoch
+        for a, b in zip(all_weights(whole), all_weights(resumed), strict=True):
+            assert torch.equal(a, b)
+
+    whole, asked = run_stream(tmp_path / "whole")
+    assert len(asked) == 5 and len({str(prompts) for prompts in asked}) == 5
+    for step in steps:
+        assert_goes_on(tmp_path / "whole" / f"checkpoint-{step}", tmp_path / str(step))
+    if strategy == "epoch":  # a run that ended within a pass, and goes on
+        run_stream(tmp_path / "short", max_rounds=4)
+        assert_goes_on(tmp_path / "short" / "checkpoint-16", tmp_path / "longer")
+
+
 def test_checkpoints_wait_for_the_end_of_the_round(agent_folders, tmp_path):
     run(agent_folders, tmp_path, save_steps=3, max_rounds=3)
     saved = sorted(int(p.split("-")[1]) for p in os.listdir(tmp_path) if p.startswith("checkpoint-"))

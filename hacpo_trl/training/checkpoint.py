@@ -95,6 +95,7 @@ def write_team_state(folder: str, trainer: "HACPOTrainer") -> None:
         "global_step": trainer.state.global_step,
         "updates_per_round": trainer.updates_per_round,
         "round": trainer.state.global_step // trainer.updates_per_round,
+        "pass": [trainer.finished_passes, trainer.pass_began],
         "capability": trainer.capability.state_dict(),
         "outside_shares": [agent.outside_share for agent in trainer.agents],
         "resumable": not trainer.args.save_only_model,

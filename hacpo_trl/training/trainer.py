@@ -153,6 +153,8 @@ class HACPOTrainer(TeamLog, TeamFiles):
         )
         self.round_rewards: list[float] = [math.nan] * count  # mean reward of every agent in the running round
         self._skip_epochs = 0
+        self.finished_passes = 0  # over the prompts
+        self.pass_began = 0  # the update at which the running pass began
         self._step_ended: float | None = None
         self._logged_timings: list[dict[str, float]] = [{} for _ in names]
         self._waiting: set[str] = set()
@@ -228,6 +230,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
         for callback in (ProgressCallback, PrinterCallback):
             if self.pop_callback(callback) is not None:
                 self.add_callback(RoundProgress(self))
+        self.add_callback(_PassCounter(self))
         check_trainable([agent.model for agent in self.agents], names)
         for agent, ((optimizer, _), optimizer_class) in zip(self.agents, optimizers, strict=True):
             check_optimizer(optimizer, agent.model, agent.agent_name)
@@ -257,7 +260,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
                 resume.
         """
         self.last_checkpoint = None
-        self._skip_epochs = 0
+        self._skip_epochs = self.finished_passes = self.pass_began = 0
         self._step = 0
         self._waiting.clear()
         self.model_wrapped = self.model  # an engine of an earlier run cannot be prepared again
@@ -268,6 +271,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
             for agent, share in zip(self.agents, state.get("outside_shares", ()), strict=False):
                 agent.outside_share = share
             self._skip_epochs = self._finished_epochs(state["global_step"])
+            self.finished_passes, self.pass_began = state.get("pass", (0, 0))
             if state["global_step"] >= self._total_steps():
                 return self._load_finished(resume_from_checkpoint, state["global_step"])
         if self.completions is not None:
@@ -353,6 +357,18 @@ class HACPOTrainer(TeamLog, TeamFiles):
             for _ in range(self._skip_epochs):  # the orders of the epochs that a resumed run has behind it
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epoch, steps = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is not None and self._steps_per_epoch() is None and not self.args.ignore_data_skip:
+            # A stream has no length: Trainer takes all of the run for one pass
+            epoch = self.finished_passes
+            steps = (self.state.global_step - self.pass_began) * self.args.gradient_accumulation_steps
+        return epoch, steps
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self.state.log_history[:0] = self._evaluated_before
@@ -485,6 +501,18 @@ class HACPOTrainer(TeamLog, TeamFiles):
             elif not inside and flag in self._waiting:
                 setattr(self.control, flag, True)
                 self._waiting.discard(flag)
+
+
+class _PassCounter(TrainerCallback):
+    """Counts the passes over the prompts: a stream has no length that tells them."""
+
+    def __init__(self, trainer: HACPOTrainer):
+        self.trainer = trainer
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if not control.should_training_stop:  # else the pass may go on when the run is resumed
+            self.trainer.finished_passes += 1
+            self.trainer.pass_began = state.global_step
 
 
 @contextlib.contextmanager
