@@ -2,8 +2,8 @@
 
 Writes what happened as JSON, with the slowest strings and the graders' peak of memory. Exits with 1 when a call
 raised, a grader process died, a string took longer than its limit or a sane answer was judged wrongly in between. A
-string that reaches the limit is no failure: its score is 0. The strings depend on the seed only (tests/hostile.py).
-Ctrl-C writes what is known so far, and `--start` goes on from there.
+string that reaches the limit is no failure: its score is 0. The strings depend on the seed only
+(tests/support/adversarial_strings.py). Ctrl-C writes what is known so far, and `--start` goes on from there.
 
     python benchmarks/fuzz_rewards.py [--count 100000] [--seed 0] [--limit 5]
 """
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from hostile import Case, cases
+from support.adversarial_strings import Case, cases
 
 from hacpo_trl.maths import reward as rewards
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import config, team
+from support.tiny_teams import config, team
 from trl import GRPOTrainer
 
 from hacpo_trl import _contract

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import config, dataset, digit_reward, team
-from stand_in import stand_in
+from support.fake_vllm_server import use_fake_servers
+from support.tiny_teams import config, dataset, digit_reward, team
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from hacpo_trl import HACPOConfig, HACPOTrainer, MathVerifier, merge_adapter
@@ -239,7 +239,7 @@ def logged(agent_folders, tmp_path_factory):
     for run, settings in runs.items():
         with pytest.MonkeyPatch.context() as monkeypatch:
             if run == "vllm":
-                stand_in(monkeypatch, {name: agent_folders[name] for name in pair})
+                use_fake_servers(monkeypatch, {name: agent_folders[name] for name in pair})
             args = config(tmp_path_factory.mktemp(run), **{**common, **settings})
             trainer = team(agent_folders, pair, args, eval_dataset=dataset(2) if run == "hacpo" else None)
             trainer.train()

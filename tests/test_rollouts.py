@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import CHAT_TEMPLATE, SPECS
+from support.tiny_teams import CHAT_TEMPLATE, SPECS
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -12,7 +12,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import cpu_vllm  # noqa: F401  (lets vLLM load new weights on a CPU)
 import trl.generation.vllm_generation
-from conftest import all_weights, config, dataset, digit_reward
+from support.tiny_teams import all_weights, config, dataset, digit_reward
 
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import AgentSpec, build_agent, save_agent, shipped_agent

@@ -13,10 +13,10 @@ import torch
 
 pytest.importorskip("vllm", reason="run by make test-vllm")
 
-from conftest import all_weights, config, dataset, digit_reward
 from cpu_vllm import SERVER_ARGUMENTS, sync_by_files
 from peft import LoraConfig
-from test_serve import free_ports
+from support.ports import free_ports
+from support.tiny_teams import all_weights, config, dataset, digit_reward
 
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import shipped_agent
