@@ -62,12 +62,12 @@ def probe(trainer: HACPOTrainer, pool: list[dict[str, str]]) -> list[dict]:
     rewards = torch.stack([r.rewards for r in rollouts]).view(len(rollouts), -1, GENERATIONS)
     saved = trainer.capability.state_dict()
     trainer.capability.update(rewards)
-    advantages = trainer._advantages(rewards)
-    coefficients = 1.0 / trainer.capability.ratios()
+    signal = [part.flatten(2) for part in trainer.method.signal(trainer._pool(rewards))]
     trainer.capability.load_state_dict(saved)
     entries = []
     for k, learner in enumerate(trainer.agents):
-        learner.begin_round(rollouts, advantages[k], coefficients[k])
+        learner.begin_round(rollouts, *(part[k] for part in signal))
+        learner.plan_updates()
     for learner in trainer.agents:
         learner.measure(set(range(len(rollouts[0]))), all_rows=True)
     for k, learner in enumerate(trainer.agents):

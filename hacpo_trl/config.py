@@ -20,18 +20,11 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
 from .capability import METRICS, CapabilityTracker
+from .methods import METHODS, Method, register
+from .methods.base import SEVERAL
 from .objective import BASELINES, peer_clip_lower
 
-METHODS = ("hacpo", "naive", "gspo", "grpo")
-
-# Settings that act on HACPO's own terms only: another method does not read them.
-HACPO_ONLY = (
-    "alpha",
-    "peer_clip_delta",
-    "peer_clip_step",
-    "baseline",
-    "capability_coefficient",
-)
+# Settings that act only where peers' responses are trained on
 SHARED_ONLY = (
     "peer_advantages",
     "rollout_order",
@@ -46,7 +39,7 @@ SHARED_ONLY = (
 # What all agents of a team have in common: the prompts, the groups and the clock of the run, and the process's state,
 # of which accelerate has one.
 _TEAM_FIELDS = frozenset(
-    """output_dir agent_overrides method num_generations num_generations_eval generation_batch_size
+    """output_dir agent_overrides method method_settings num_generations num_generations_eval generation_batch_size
     steps_per_generation num_iterations max_steps max_rounds num_train_epochs seed data_seed full_determinism
     logging_strategy logging_steps logging_first_step eval_strategy eval_steps eval_on_start save_strategy save_steps
     save_total_limit load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
@@ -96,8 +89,10 @@ class HACPOConfig(GRPOConfig):
     the factor N). Saving, evaluating and stopping wait for the end of the round.
 
     Args:
-        method: "hacpo"; "naive" (shared responses, plain pool mean, every response treated as the learner's own);
-            "gspo" or "grpo" (the agents train side by side on the same prompts and share nothing; the loss is TRL's).
+        method: a name of `methods.METHODS`, see docs/methods.md, or an object of your own. Among them "hacpo"; "naive"
+            (shared responses, plain pool mean, every response treated as the learner's own); "gspo" or "grpo" (the
+            agents train side by side on the same prompts and share nothing; the loss is TRL's).
+        method_settings: settings of the method by name; those of "hacpo" are the fields below.
         max_rounds: length of the run in rounds, instead of `max_steps`. -1: use `max_steps` or `num_train_epochs`.
         alpha: exponent of the damping sg(s)^alpha of peers' responses; 0 switches it off.
         peer_clip_delta: width of the peers' clip range [1 - delta, 1] at the first update; None (on the command line
@@ -112,7 +107,9 @@ class HACPOConfig(GRPOConfig):
         peer_advantages: "all" (the paper) or "positive": a peer's response with a negative advantage teaches nothing.
         advantage_epsilon: added to the standard deviation of the advantage (TRL's own is fixed at 1e-4).
         max_reward: the largest reward that a response can have, for the baseline's guard.
-        rollout_order: "own_first" (the paper: a round's first updates use the learner's own responses) or "shuffled".
+        rollout_order: "own_first" (the paper: a round's first updates use the learner's own responses), "shuffled", or
+            "merged": shuffled, and as many updates as without peers, each on N times the responses. A micro-batch then
+            has up to N times `per_device_train_batch_size` rows.
         length_normalization: "own" (the paper: each mean log-probability over the tokens of its own tokenization) or
             "shared" (both sums over the learner's token count).
         peer_overflow: "truncate" or "drop" a peer's response that is longer, in the learner's tokens, than the
@@ -162,7 +159,7 @@ class HACPOConfig(GRPOConfig):
         ValueError: for settings that cannot work, naming the nearest that can.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["agent_overrides"]
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["agent_overrides", "method_settings"]
 
     # TRL's fields with the paper's defaults
     epsilon: float | None = field(
@@ -173,9 +170,11 @@ class HACPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Clip range above 1 of own responses, by default 4e-4 (GSPO), for method 'grpo' `epsilon`."},
     )
-    beta: float = field(
-        default=0.001,
-        metadata={"help": "Weight of the KL divergence from the reference on own responses; 0: no reference model."},
+    beta: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of the KL divergence of own responses from the reference; the method's by default, e.g. 0."
+        },
     )
     use_bias_correction_kl: bool = field(
         default=False, metadata={"help": "Multiply the KL divergence by the importance ratio (TRL's default is True)."}
@@ -215,9 +214,14 @@ class HACPOConfig(GRPOConfig):
     method: str = field(
         default="hacpo",
         metadata={
-            "help": "'hacpo'; 'naive': share without HACPO's weights; 'gspo', 'grpo': side by side, no sharing.",
-            "choices": METHODS,
+            "help": "'hacpo', 'naive', 'gap', 'graft', 'sgt', 'luffy', 'sapo', 'f_tis' or 'xgrpo', or alone: "
+            "'gspo', 'grpo'.",
+            "choices": tuple(METHODS),
         },
+    )
+    method_settings: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Settings of the method by name, e.g. {"floor": 0.7} (JSON on the command line).'},
     )
     max_rounds: int = field(
         default=-1, metadata={"help": "Length of the run in rounds, instead of `max_steps`; -1: no limit."}
@@ -274,8 +278,8 @@ class HACPOConfig(GRPOConfig):
     rollout_order: str = field(
         default="own_first",
         metadata={
-            "help": "'own_first': a round starts with updates on own responses; 'shuffled': all are mixed.",
-            "choices": ("own_first", "shuffled"),
+            "help": "'own_first': updates on own responses first; 'shuffled': all mixed; 'merged': in fewer updates.",
+            "choices": ("own_first", "shuffled", "merged"),
         },
     )
     length_normalization: str = field(
@@ -350,20 +354,50 @@ class HACPOConfig(GRPOConfig):
     @property
     def shares_rollouts(self) -> bool:
         """Whether the agents learn from each other's responses."""
-        return self.method in ("hacpo", "naive")
+        return METHODS[self.method].trains_on_peers
+
+    @property
+    def order(self) -> str:
+        """How responses are dealt out to updates: the method's own order, or `rollout_order`."""
+        return METHODS[self.method].order or self.rollout_order
+
+    def build_method(self) -> Method:
+        """The method with its settings.
+
+        Raises:
+            ValueError: for settings that it does not have, or that cannot work.
+        """
+        return METHODS[self.method].from_settings(self.method_settings or {}, self)
+
+    def updates_factor(self, num_agents: int) -> int:
+        """How many times the updates on own responses a pass over a round has."""
+        return num_agents if self.shares_rollouts and self.order in SEVERAL else 1
 
     @property
     def rows_per_round(self) -> int:
         """Own responses of an agent in one round on one process."""
         return self.per_device_train_batch_size * self.steps_per_generation
 
+    def rows_factor(self, num_agents: int) -> int:
+        """How many times the responses of an update on own responses an update has."""
+        merged = METHODS[self.method].order is None and self.rollout_order == "merged"
+        return num_agents if self.shares_rollouts and merged else 1
+
     def updates_per_round(self, num_agents: int) -> int:
         """Optimizer updates of an agent in one round."""
-        sources = num_agents if self.shares_rollouts else 1
-        return self.num_iterations * sources * self.steps_per_generation // self.gradient_accumulation_steps
+        own = self.num_iterations * self.steps_per_generation // self.gradient_accumulation_steps
+        return own * self.updates_factor(num_agents)
 
     def __post_init__(self):
+        if isinstance(self.method, Method):  # a user's own: from now on known by its name
+            if self.method_settings:
+                raise ValueError("method_settings and a method object are both given: put them into the object.")
+            own = self.method
+            register(type(own))
+            fields = (f.name for f in dataclasses.fields(own) if f.name not in own.config_fields)
+            self.method, self.method_settings = own.name, {name: getattr(own, name) for name in fields}
         convert_fields(self)
+        self._resolve_method()
         if self.bf16 is None:  # TRL's default is True everywhere
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         if self.load_best_model_at_end and self.metric_for_best_model is None:
@@ -388,6 +422,29 @@ class HACPOConfig(GRPOConfig):
         self._warn_of_idle_settings()
 
     # -- checks ---------------------------------------------------------------------------------------------------
+
+    def _resolve_method(self) -> None:
+        """Fills in what depends on the method."""
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method!r} is unknown; use one of {', '.join(METHODS)}.")
+        method = METHODS[self.method]
+        low, high = method.clip_range
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon if self.epsilon is not None and low == high else high
+        if self.epsilon is None:
+            self.epsilon = low
+        if self.beta is None:
+            self.beta = method.beta
+        if isinstance(self.method_settings, str):
+            try:
+                self.method_settings = json.loads(self.method_settings)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"method_settings is not valid JSON: {error}.") from None
+        if not isinstance(self.method_settings, (dict, type(None))):
+            raise ValueError(
+                f"method_settings={self.method_settings!r} must map settings of the method to values, e.g. "
+                '{"floor": 0.7}.'
+            )
 
     def _check_numbers(self) -> None:
         least = {
@@ -415,7 +472,8 @@ class HACPOConfig(GRPOConfig):
             raise ValueError(f"sampling_batch_size={self.sampling_batch_size} must be at least 1.")
         for name in ("learning_rate", "alpha", "advantage_epsilon", "beta", "temperature"):
             if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number, e.g. {_default(name):g}.")
+                example = _default(name) if _default(name) is not None else METHODS["hacpo"].beta
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number, e.g. {example:g}.")
         if not self.learning_rate >= 0:
             raise ValueError(f"learning_rate={self.learning_rate} must not be negative.")
         if not isinstance(self.max_rounds, int):
@@ -435,11 +493,10 @@ class HACPOConfig(GRPOConfig):
 
     def _check_method(self) -> None:
         choices = {
-            "method": METHODS,
             "baseline": BASELINES,
             "capability_metric": METRICS,
             "peer_advantages": ("all", "positive"),
-            "rollout_order": ("own_first", "shuffled"),
+            "rollout_order": ("own_first", "shuffled", "merged"),
             "length_normalization": ("own", "shared"),
             "peer_overflow": ("truncate", "drop"),
             "source_logps": ("trainer", "sampler"),
@@ -449,13 +506,11 @@ class HACPOConfig(GRPOConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
-        if self.epsilon is None:
-            self.epsilon = 0.2 if self.method == "grpo" else 3e-4
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon if self.method == "grpo" else 4e-4
-        if self.method == "grpo":
-            self.importance_sampling_level = "token"
-        elif self.importance_sampling_level != "sequence":
+        self.build_method()
+        level = METHODS[self.method].level
+        if level == "token":
+            self.importance_sampling_level = level
+        elif self.importance_sampling_level != level:
             raise ValueError(
                 f"method={self.method!r} needs importance_sampling_level='sequence': the ratio of two tokenizations "
                 "exists for whole responses only. Use method='grpo' for token-level ratios without sharing."
@@ -588,9 +643,7 @@ class HACPOConfig(GRPOConfig):
         return f"{start}num_generations={', '.join(map(str, near[:-1]))}{' or ' if near[:-1] else ''}{near[-1]}."
 
     def _warn_of_idle_settings(self) -> None:
-        if self.method == "hacpo":
-            return
-        idle = HACPO_ONLY + (() if self.shares_rollouts else SHARED_ONLY)
+        idle = idle_settings(self)
         changed = [name for name in idle if getattr(self, name) != _default(name)]
         if changed:
             verb = "has" if len(changed) == 1 else "have"
@@ -639,7 +692,9 @@ class HACPOConfig(GRPOConfig):
 
     def _warn_of_a_closed_range(self, updates: int) -> None:
         """Warns when the last updates of a round can learn nothing from peers."""
-        if self.method != "hacpo" or not self.peer_clip_delta:
+        if "peer_clip_delta" not in METHODS[self.method].config_fields.values() or not self.peer_clip_delta:
+            return
+        if self.order not in SEVERAL:
             return
         closed = sum(peer_clip_lower(m, self.peer_clip_delta, self.peer_clip_step) >= 1.0 for m in range(updates))
         if closed:
@@ -775,6 +830,17 @@ class HACPOConfig(GRPOConfig):
                 return dataclasses.replace(self, **changes)
         except (ValueError, TypeError) as error:
             raise ValueError(f"agent {name!r}: {error}") from error
+
+
+def idle_settings(args: HACPOConfig) -> list[str]:
+    """Settings of methods that the chosen one does not read."""
+    method = METHODS[args.method]
+    read = set(method.config_fields.values())
+    of_methods = {name for other in METHODS.values() for name in other.config_fields.values()}
+    idle = of_methods if method.trains_on_peers else of_methods.union(SHARED_ONLY)
+    if method.order is not None:
+        idle.add("rollout_order")
+    return [f.name for f in dataclasses.fields(args) if f.name in idle - read]
 
 
 def _same_address(url: str) -> str:

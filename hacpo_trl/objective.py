@@ -1,7 +1,23 @@
-"""HACPO's equations as pure tensor functions. Needs only torch.
+"""HACPO's equations as pure tensor functions, and what other methods share with them. Needs only torch.
 
 Source: "Heterogeneous Agent Collaborative Reinforcement Learning", arXiv 2603.02604. The equation numbers below are
 the paper's. Shapes: N agents, B prompts, G responses of every agent to every prompt, R rows of a batch, T tokens.
+
+| equation | what it is | function |
+|---|---|---|
+| section 3 | capability P, a windowed rate | `capability.CapabilityTracker` |
+| (5) | ratio of capabilities, w(k, j) = P_k / P_j | `capability_ratios` |
+| (5) | baseline mu of a learner | `learner_baselines` |
+| (6) | advantage | `capability_aware_advantages` |
+| - | discrepancy coefficient c(k <- j) = P_j / P_k | `capability_coefficients` |
+| (56)-(59) | importance ratio s of two tokenizations | `sequence_log_ratio` |
+| (56)-(59) | lower end of the peers' clip range | `peer_clip_lower` |
+| (56)-(59) | objective of own and of peers' responses | `hacpo_objective`, `in_range` |
+| - | the loss of an update with its sums, KL and entropy | `policy_loss`, `k3_divergence` |
+| GRPO | advantage within one agent's group | `group_advantages` |
+| PPO | clipped objective of every token | `clipped_objective` |
+
+Naive sharing is (5)-(6) with w = 1 (`baseline="pooled"`) and the own formula for all (`is_own` true everywhere).
 """
 
 import torch
@@ -32,6 +48,19 @@ def capability_ratios(capabilities: Tensor, ratio_bounds: tuple[float, float] = 
     safe = torch.where(usable, capabilities, torch.ones_like(capabilities))
     ratios = (safe[:, None] / safe[None, :]).clamp(low, high)
     return torch.where(usable[:, None] & usable[None, :], ratios, torch.ones_like(ratios))
+
+
+def capability_coefficients(capabilities: Tensor, ratio_bounds: tuple[float, float] = (0.1, 10.0)) -> Tensor:
+    """Capability discrepancy coefficients c(k <- j) = P_j / P_k, which scale what a peer's response teaches.
+
+    Args:
+        capabilities: (N,) capability P of every agent.
+        ratio_bounds: smallest and largest w(k, j) = 1 / c(k <- j).
+
+    Returns:
+        (N learners, N sources), 1 where a capability is not a positive finite number.
+    """
+    return 1.0 / capability_ratios(capabilities, ratio_bounds)
 
 
 def learner_baselines(
@@ -155,6 +184,30 @@ def capability_aware_advantages(
     lowest = torch.where(scorable, rewards, inf).amin((0, 2))
     informative = (highest > lowest)[None, None, :, None] & scorable[None]
     return torch.where(informative, advantages, torch.zeros_like(advantages))
+
+
+def group_advantages(rewards: Tensor, *, epsilon: float = 1e-6, scale: bool = True) -> Tensor:
+    """Advantage of every response within the group of its own writer, as in GRPO.
+
+        A[j, b, g] = (r[j, b, g] - mean_g r[j, b]) / (std_g r[j, b] + epsilon)
+
+    Args:
+        rewards: (N, B, G). A reward that is not finite (NaN: unscorable) leaves mean and spread.
+        epsilon: added to the standard deviation (correction 1).
+        scale: divide by the standard deviation.
+
+    Returns:
+        (N, B, G); 0 for unscorable responses, and where all rewards of a group are equal.
+    """
+    rewards, scorable, raw = _scorable(rewards)  # each (N, B, G)
+    count = scorable.sum(-1, keepdim=True)  # (N, B, 1)
+    deviations = torch.where(scorable, raw - raw.sum(-1, keepdim=True) / count, torch.zeros_like(raw))
+    inf = torch.full_like(raw, torch.inf)
+    highest = torch.where(scorable, raw, -inf).amax(-1, keepdim=True)
+    lowest = torch.where(scorable, raw, inf).amin(-1, keepdim=True)
+    sigma = (deviations.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    advantages = deviations / (sigma + epsilon) if scale else deviations
+    return torch.where((highest > lowest) & scorable, advantages, torch.zeros_like(raw))
 
 
 def _scorable(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -323,6 +376,69 @@ def hacpo_objective(
     coefficient = torch.where(is_own, torch.ones_like(coefficient), coefficient)  # NaN there would reach the gradient
     peer = clipped * clipped.detach().pow(alpha) * coefficient * advantages
     return torch.where(is_own, own, peer)
+
+
+def clipped_objective(log_ratio: Tensor, advantages: Tensor, epsilon_low: float, epsilon_high: float) -> Tensor:
+    """PPO's clipped objective of every token: min(rho A, clip(rho, 1 - epsilon_low, 1 + epsilon_high) A).
+
+    Args:
+        log_ratio: (R, T) log rho, differentiable; rho compares the learner with itself before the round.
+        advantages: (R,).
+        epsilon_low: clip range below 1.
+        epsilon_high: clip range above 1.
+
+    Returns:
+        (R, T).
+    """
+    ratio, advantages = torch.exp(log_ratio), advantages[:, None]
+    return torch.min(ratio * advantages, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantages)
+
+
+def token_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, max_abs: float = 10.0) -> Tensor:
+    """(R, T) log rho of every token, 0 outside of the mask; what stands there may be NaN."""
+    difference = torch.where(mask.bool(), logps - old_logps, torch.zeros_like(logps))
+    return difference.clamp(-max_abs, max_abs)
+
+
+def policy_loss(
+    objective: Tensor,
+    is_own: Tensor,
+    denominators: tuple[float, float],
+    rows: float,
+    *,
+    divergence: Tensor | None = None,
+    beta: float = 0.0,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+) -> Tensor:
+    """Loss of one micro-batch; the micro-batches of an update add up to the update's loss.
+
+        L = - sum_own J / D_own - sum_peers J / D_peers + beta sum_own KL / D - entropy_coef sum_own H / D
+
+    Args:
+        objective: (R,) J of every response.
+        is_own: (R,) whether the learner wrote the response.
+        denominators: D of own and of peers' responses, the same for all micro-batches of the update. In HACPO both
+            are the number of the update's responses.
+        rows: D of divergence and entropy.
+        divergence: (R,) KL of every response from the reference, or None.
+        beta: its weight.
+        entropy: (R,) mean entropy of every response's tokens, or None.
+        entropy_coef: its weight.
+
+    Returns:
+        A number.
+    """
+    own, peers = denominators
+    if own == peers:
+        loss = -objective.sum() / own
+    else:
+        loss = -(objective / torch.where(is_own, own, peers).to(objective)).sum()
+    if divergence is not None:
+        loss = loss + beta * (divergence * is_own).sum() / rows
+    if entropy is not None:
+        loss = loss - entropy_coef * (entropy * is_own).sum() / rows
+    return loss
 
 
 def k3_divergence(logps: Tensor, reference_logps: Tensor, mask: Tensor) -> Tensor:

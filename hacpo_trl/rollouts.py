@@ -65,7 +65,7 @@ class Row:
         prompt_ids: (P,) in the learner's tokens.
         completion_ids: (T,) in the learner's tokens, T >= 1.
         advantage: its advantage for this learner.
-        coefficient: capability discrepancy coefficient c(learner <- source).
+        weight: fixed factor of its objective, in HACPO the discrepancy coefficient c(learner <- source).
         masked: True when the row must not act on any loss.
         index: its place in the source's rollout.
         logp_sums: (R,) of the source's rollout, where the sum that the ratio compares with stands once it is known.
@@ -79,7 +79,7 @@ class Row:
     prompt_ids: Tensor
     completion_ids: Tensor
     advantage: float = 0.0
-    coefficient: float = 1.0
+    weight: float = 1.0
     masked: bool = False
     index: int = 0
     logp_sums: Tensor | None = None
@@ -130,7 +130,7 @@ def peer_rows(
     prompt_ids: Sequence[Tensor],
     source: int,
     advantages: Tensor,
-    coefficient: float,
+    weights: Tensor,
     *,
     pad_id: int,
     shared_length: bool = False,
@@ -144,7 +144,7 @@ def peer_rows(
         prompt_ids: R prompts in the learner's tokens.
         source: the peer's index.
         advantages: (R,) for this learner.
-        coefficient: c(learner <- peer).
+        weights: (R,) fixed factors for this learner.
         pad_id: stands for a response without any token.
         shared_length: divide the peer's summed log-probability by the learner's token count instead of the peer's.
         drop_overflowing: give a response beyond the learner's limit no advantage instead of cutting it.
@@ -162,7 +162,7 @@ def peer_rows(
                 prompt_ids=prompt_ids[i],
                 completion_ids=torch.tensor(encoded.ids[i] or [pad_id], dtype=torch.long),
                 advantage=0.0 if unusable else advantages[i].item(),
-                coefficient=coefficient,
+                weight=weights[i].item(),
                 masked=empty,
                 index=i,
                 logp_sums=rollout.peer_logp_sums,
@@ -179,40 +179,83 @@ class Plan(NamedTuple):
         batches: micro-batches in order; every `steps_per_update` of them make an update. The first ones of an update
             are empty lists where it needs fewer; all of them are where nothing in it can teach.
         left_out: for every update of one pass, source -> number of its responses that are not run.
+        tokens: for every update of one pass, tokens of its responses, those that are not run included.
+        teaching_peers: for every update of one pass, its peers' responses that can teach.
     """
 
     batches: list[list[Row]]
     left_out: list[Counter[int]]
+    tokens: list[int]
+    teaching_peers: list[int]
+
+
+def arrange(
+    own: Sequence[Row], peers: Sequence[Row], *, own_updates: int, updates: int, order: str, generations: int
+) -> list[list[Row]]:
+    """Shuffles a learner's rows of a round and deals them out to its updates.
+
+    Args:
+        own: its own responses.
+        peers: those of all peers, or none.
+        own_updates: updates that its own responses alone would make.
+        updates: updates of one pass over the round.
+        order: "own_first": updates on own responses, then updates on peers'; "shuffled" and "merged": all mixed;
+            "peers_last": own ones first, peers' behind, where they meet an update holds both; "with_prompt": a peer's
+            response joins the first update that holds an own response to its prompt.
+        generations: responses of an agent to a prompt, which are neighbours in its rollout.
+
+    Returns:
+        The rows of every update, equally many where the order allows it.
+    """
+    own = [own[i] for i in torch.randperm(len(own)).tolist()]
+    # Drawing for peers must not move the random numbers of a lone agent: N = 1 equals TRL's GRPOTrainer
+    peers = [peers[i] for i in torch.randperm(len(peers)).tolist()] if peers else []
+    if order == "own_first":
+        return _split(own, own_updates) + _split(peers, updates - own_updates)
+    if order == "with_prompt":
+        parts = _split(own, updates)
+        first: dict[int, list[Row]] = {}
+        for part in parts:
+            for row in part:
+                first.setdefault(row.index // generations, part)
+        for row in peers:
+            first.get(row.index // generations, parts[-1]).append(row)
+        return parts
+    ordered = own + peers
+    if order != "peers_last" and peers:
+        ordered = [ordered[i] for i in torch.randperm(len(ordered)).tolist()]
+    return _split(ordered, updates)
+
+
+def _split(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    bounds = [len(rows) * i // count for i in range(count + 1)] if count else [0]
+    return [list(rows[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
 def plan_round(
+    updates: Sequence[Sequence[Row]],
     own: Sequence[Row],
-    peers: Sequence[Row],
     *,
     rows_per_step: int,
     steps_per_update: int,
     iterations: int = 1,
-    own_first: bool = True,
     skip_silent: bool = True,
     own_always: bool = True,
     skip_updates: bool = False,
     cut: str = "rows",
     agree: Callable[[list[int]], list[int]] = lambda counts: counts,
 ) -> Plan:
-    """Orders a learner's rows of a round into micro-batches.
+    """Cuts a learner's updates of a round into micro-batches.
 
-    The own responses come shuffled and first, then those of all peers, shuffled; or all are shuffled together. An
-    update takes `steps_per_update` micro-batches of `rows_per_step` rows. Within an update the rows are sorted by
-    length, so that little is padded. With `skip_silent` rows that have no gradient are left out, and the others make
-    as few micro-batches as they need, the update's last ones.
+    Within an update the rows are sorted by length, so that little is padded. With `skip_silent` rows that have no
+    gradient are left out. An update takes as few of its micro-batches as its rows need, the last ones.
 
     Args:
-        own: R rows.
-        peers: (N - 1) * R rows, or none.
-        rows_per_step: rows of a micro-batch; R must be a multiple of rows_per_step * steps_per_update.
+        updates: rows of every update, see `arrange`.
+        own: all of the learner's own rows, in an update or not.
+        rows_per_step: rows of a micro-batch; more where an update holds more than `steps_per_update` of them.
         steps_per_update: micro-batches of an update.
         iterations: passes over all rows.
-        own_first: see above.
         skip_silent: see above.
         own_always: own responses have a gradient without advantage, too (KL, entropy).
         skip_updates: an update in which no row of any process can teach has no micro-batch at all; without, each has
@@ -224,32 +267,28 @@ def plan_round(
     Returns:
         The plan. The rows that it holds are those passed in, but fillers, which are copies.
     """
-    own = [own[i] for i in torch.randperm(len(own)).tolist()]
-    # Drawing for peers must not move the random numbers of a lone agent: N = 1 equals TRL's GRPOTrainer
-    rest = [peers[i] for i in torch.randperm(len(peers)).tolist()] if peers else []
-    ordered = own + rest
-    if rest and not own_first:
-        ordered = [ordered[i] for i in torch.randperm(len(ordered)).tolist()]
 
-    per_update = rows_per_step * steps_per_update
-    updates = [ordered[i : i + per_update] for i in range(0, len(ordered), per_update)]
-    own_source = own[0].source if own else None
+    learner = own[0].source
 
     def runs(row: Row) -> bool:
-        return not skip_silent or row.can_teach or (own_always and row.source == own_source)
+        return not skip_silent or row.can_teach or (own_always and row.source == learner)
 
     active = [[row for row in update if runs(row)] for update in updates]
     agreed = agree(
-        [-(-len(rows) // rows_per_step) for rows in active]
+        [min(-(-len(rows) // rows_per_step), steps_per_update) for rows in active]
         + [int(any(row.can_teach for row in update)) for update in updates]
     )
-    plan = Plan([], [])
+    plan = Plan([], [], [], [])
+    anything = [row for update in updates for row in update] or own[:1]  # one process may need more passes than rows
     for i, update in enumerate(updates):
         needed, teaches = agreed[i], agreed[len(updates) + i]
         steps = 0 if skip_updates and not teaches else max(needed, 1)
         rows = active[i] if steps else []
         plan.left_out.append(Counter(row.source for row in update) - Counter(row.source for row in rows))
+        plan.tokens.append(sum(len(row.completion_ids) for row in update if not row.masked))
+        plan.teaching_peers.append(sum(row.can_teach and row.source != learner for row in update))
         spare = [row for row in update if not runs(row)]
+        spare += [replace(row, masked=True, advantage=0.0) for row in anything[:1]] * (steps - len(rows) - len(spare))
         plan.batches.extend(plan_update(rows, spare, steps, steps_per_update, cut))
     return plan._replace(batches=plan.batches * iterations)
 
@@ -348,7 +387,7 @@ def collate(
 
     Returns:
         prompt_ids, prompt_mask (R, P) padded on the left; completion_ids, completion_mask (R, T) padded on the right;
-        advantages, coefficient, source_logp, is_own, source (R,); and every entry of `Row.per_token` that a row has,
+        advantages, weights, source_logp, is_own, source (R,); and every entry of `Row.per_token` that a row has,
         (R, T), with zeros for rows without it (peers').
     """
     count = len(rows)
@@ -365,7 +404,7 @@ def collate(
             [torch.full_like(row.completion_ids, 0 if row.masked else 1) for row in rows], batch_first=True
         ),
         "advantages": torch.tensor([row.advantage for row in rows]),
-        "coefficient": torch.tensor([row.coefficient for row in rows]),
+        "weights": torch.tensor([row.weight for row in rows]),
         "source_logp": torch.tensor([row.source_logp for row in rows]),
         "source": torch.tensor([row.source for row in rows]),
         "filler": torch.tensor([row.filler for row in rows]),

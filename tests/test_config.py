@@ -12,7 +12,8 @@ from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
 from hacpo_trl import HACPOConfig
-from hacpo_trl.config import METHODS, convert_fields, converted
+from hacpo_trl.config import convert_fields, converted
+from hacpo_trl.methods import METHODS
 
 BASE = {"output_dir": "out", "use_cpu": True, "bf16": False}
 HACPO_FIELDS = {f.name for f in dataclasses.fields(HACPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
@@ -140,11 +141,15 @@ def test_defaults_are_not_shared_between_configs():
 @pytest.mark.parametrize("method", METHODS)
 def test_methods(method):
     args = config(method=method)
-    sharing = method in ("hacpo", "naive")
+    sharing = method not in ("gspo", "grpo", "xgrpo")
+    grows = method in ("hacpo", "naive", "gap", "f_tis")
+    sequences = method in ("hacpo", "naive", "gap", "gspo")
     assert args.shares_rollouts is sharing
-    assert args.updates_per_round(3) == (6 if sharing else 2)
-    assert args.importance_sampling_level == ("token" if method == "grpo" else "sequence")
-    assert (args.epsilon, args.epsilon_high) == ((0.2, 0.2) if method == "grpo" else (3e-4, 4e-4))
+    assert args.updates_per_round(3) == (6 if grows else 2)
+    assert args.importance_sampling_level == ("sequence" if sequences or method == "f_tis" else "token")
+    high = 0.28 if method in ("graft", "sapo") else 0.2
+    assert (args.epsilon, args.epsilon_high) == ((3e-4, 4e-4) if sequences else (0.2, high))
+    assert args.beta == (0.001 if sequences or method == "grpo" else 0.0)
     assert warnings_of(method=method) == []
 
 

@@ -16,6 +16,7 @@ from hacpo_trl.playground import build_agent
 from hacpo_trl.rollouts import (
     Rollout,
     Row,
+    arrange,
     collate,
     own_rows,
     peer_rows,
@@ -521,7 +522,7 @@ def test_own_rows_keep_every_token():
     rows = own_rows(own, 2, torch.tensor([1.5, -0.25, 0.0]))
     assert [row.source for row in rows] == [2, 2, 2]
     assert [row.advantage for row in rows] == [1.5, -0.25, 0.0]
-    assert [row.coefficient for row in rows] == [1.0] * 3
+    assert [row.weight for row in rows] == [1.0] * 3
     assert [row.masked for row in rows] == [False, True, False]
     assert [row.source_logp for row in rows] == [-1.0, -0.5, -0.5]
     for i, row in enumerate(rows):
@@ -540,7 +541,7 @@ def test_log_probabilities_may_become_known_after_the_rows_are_made():
         source.prompt_ids,
         0,
         torch.ones(2),
-        1.0,
+        torch.ones(2),
         pad_id=0,
     )
     assert all(math.isnan(row.source_logp) for row in own + peers)
@@ -557,11 +558,13 @@ def encoded_five():
     return EncodedResponses(ids, [3, 6, 2, 0, 1], [False, False, True, False, False])
 
 
-def five_peer_rows(masked=(False,) * 5, coefficient=1.25, **options):
+def five_peer_rows(masked=(False,) * 5, weight=1.25, **options):
     prompts = [torch.tensor([7, 8, i]) for i in range(5)]
     peer = rollout([2, 3, 4, 6, 1], masked=list(masked), logp_sums=LOGPS)
     advantages = torch.tensor([1.0, -2.0, 3.0, 4.0, 5.0])
-    return peer_rows(peer, encoded_five(), prompts, 1, advantages, coefficient, pad_id=99, **options), prompts
+    return peer_rows(
+        peer, encoded_five(), prompts, 1, advantages, torch.full((5,), weight), pad_id=99, **options
+    ), prompts
 
 
 def test_peer_rows_are_exact_and_the_unusable_keep_a_row():
@@ -570,7 +573,7 @@ def test_peer_rows_are_exact_and_the_unusable_keep_a_row():
     assert all(row.completion_ids.dtype == torch.long for row in rows)
     assert all(torch.equal(row.prompt_ids, prompt) for row, prompt in zip(rows, prompts, strict=True))
     assert [row.advantage for row in rows] == [1.0, -2.0, 0.0, 0.0, 5.0]
-    assert [row.coefficient for row in rows] == [1.25] * 5
+    assert [row.weight for row in rows] == [1.25] * 5
     assert [row.source for row in rows] == [1] * 5
     assert [row.masked for row in rows] == [False, False, False, True, False]
     assert [row.per_token for row in rows] == [{}] * 5
@@ -602,7 +605,7 @@ def test_the_two_length_normalizations_agree_for_equal_tokenizations():
     peer = rollout([3, 1], logp_sums=torch.tensor([-1.5, -0.25]))
     prompts = [torch.tensor([1]), torch.tensor([2])]
     both = [
-        peer_rows(peer, encoded, prompts, 1, torch.ones(2), 1.0, pad_id=0, shared_length=shared)
+        peer_rows(peer, encoded, prompts, 1, *[torch.ones(2)] * 2, pad_id=0, shared_length=shared)
         for shared in (False, True)
     ]
     assert [row.source_logp for row in both[0]] == [row.source_logp for row in both[1]] == [-0.5, -0.25]
@@ -612,15 +615,31 @@ def test_a_peer_without_tokens_does_not_divide_by_zero():
     encoded = EncodedResponses([[]], [0], [False])
     peer = rollout([0], logp_sums=torch.zeros(1))
     for shared in (False, True):
-        row = peer_rows(peer, encoded, [torch.tensor([1])], 1, torch.ones(1), 1.0, pad_id=0, shared_length=shared)[0]
+        row = peer_rows(
+            peer, encoded, [torch.tensor([1])], 1, torch.ones(1), torch.ones(1), pad_id=0, shared_length=shared
+        )[0]
         assert row.source_logp == 0.0 and row.advantage == 0.0
 
 
 # -- plan_round -------------------------------------------------------------------------------------------------------
 
 
+def plan_of(own, peers, *, rows_per_step, steps_per_update, order="own_first", **kwargs):
+    """A plan of a round in which every update has as many rows."""
+    rows = rows_per_step * steps_per_update
+    updates = arrange(
+        own,
+        peers,
+        own_updates=len(own) // rows,
+        updates=(len(own) + len(peers)) // rows,
+        order=order,
+        generations=4,
+    )
+    return plan_round(updates, own, rows_per_step=rows_per_step, steps_per_update=steps_per_update, **kwargs)
+
+
 def planned(*args, **kwargs):
-    return plan_round(*args, **kwargs).batches
+    return plan_of(*args, **kwargs).batches
 
 
 def made_rows(count, source, generator, silent_share=0.0, own_zero=False):
@@ -663,11 +682,11 @@ def random_case(seed, silent_share):
     return own, peers, options, generator
 
 
-@pytest.mark.parametrize("own_first", [True, False])
+@pytest.mark.parametrize("order", ["own_first", "shuffled"])
 @pytest.mark.parametrize("seed", range(25))
-def test_every_row_once_per_iteration(seed, own_first):
+def test_every_row_once_per_iteration(seed, order):
     own, peers, options, _ = random_case(seed, silent_share=0.5)
-    plan = planned(own, peers, **options, own_first=own_first, skip_silent=False)
+    plan = planned(own, peers, **options, order=order, skip_silent=False)
     per_step, steps, iterations = options.values()
     assert len(plan) == iterations * len(own + peers) // per_step
     assert all(len(batch) == per_step for batch in plan)
@@ -675,7 +694,7 @@ def test_every_row_once_per_iteration(seed, own_first):
     for i in range(iterations):
         rows = flat(plan[i * per_iteration : (i + 1) * per_iteration])
         assert sorted(map(key, rows)) == sorted(map(key, own + peers))
-        if own_first:
+        if order == "own_first":
             assert all(row.source == 0 for row in rows[: len(own)])
             assert all(row.source != 0 for row in rows[len(own) :])
     for update in cut(plan, steps):
@@ -683,12 +702,12 @@ def test_every_row_once_per_iteration(seed, own_first):
         assert steps == 1 or lengths == sorted(lengths, reverse=True)
 
 
-@pytest.mark.parametrize("own_first", [True, False])
+@pytest.mark.parametrize("order", ["own_first", "shuffled"])
 @pytest.mark.parametrize("silent_share", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("seed", range(15))
-def test_silent_rows_are_skipped_but_no_update_is_empty(seed, silent_share, own_first):
+def test_silent_rows_are_skipped_but_no_update_is_empty(seed, silent_share, order):
     own, peers, options, _ = random_case(seed, silent_share)
-    plan = planned(own, peers, **options, own_first=own_first)
+    plan = planned(own, peers, **options, order=order)
     per_step, steps, iterations = options.values()
     assert len(plan) == iterations * len(own + peers) // per_step
     loud = [key(row) for row in own + peers if row.source == 0 or row.advantage != 0.0]
@@ -759,7 +778,7 @@ def test_processes_that_agree_run_the_same_passes():
         generator = random.Random(process)
         own, peers = made_rows(8, 0, generator), made_rows(8, 1, generator, silent_share=0.4 + 0.5 * process)
         torch.manual_seed(process)
-        plan_round(own, peers, rows_per_step=2, steps_per_update=4, agree=lambda c: counts.append(c) or c)
+        plan_of(own, peers, rows_per_step=2, steps_per_update=4, agree=lambda c: counts.append(c) or c)
         plans.append((own, peers))
     assert counts[0] != counts[1]
     most = [max(pair) for pair in zip(*counts, strict=True)]
@@ -782,11 +801,11 @@ def test_a_lone_agent_draws_exactly_one_permutation():
     assert [key(row)[1] for row in flat(plan)] == order * 2
 
 
-@pytest.mark.parametrize("own_first", [True, False])
-def test_a_lone_agent_ignores_the_order(own_first):
+@pytest.mark.parametrize("order", ["own_first", "shuffled"])
+def test_a_lone_agent_ignores_the_order(order):
     own = made_rows(8, 0, random.Random(0))
     torch.manual_seed(5)
-    plan_round(own, (), rows_per_step=2, steps_per_update=2, own_first=own_first)
+    plan_of(own, (), rows_per_step=2, steps_per_update=2, order=order)
     state = torch.get_rng_state()
     torch.manual_seed(5)
     torch.randperm(8)
@@ -812,7 +831,7 @@ def test_shuffled_mixes_own_and_peers():
     generator = random.Random(0)
     own, peers = made_rows(64, 0, generator), made_rows(64, 1, generator)
     torch.manual_seed(0)
-    plan = planned(own, peers, rows_per_step=64, steps_per_update=1, own_first=False)
+    plan = planned(own, peers, rows_per_step=64, steps_per_update=1, order="shuffled")
     share = sum(row.source == 0 for row in plan[0]) / 64
     assert 0.3 < share < 0.7
 
@@ -849,7 +868,7 @@ def test_planning_leaves_its_arguments_alone():
     generator = random.Random(0)
     own, peers = made_rows(8, 0, generator), made_rows(8, 1, generator, 0.5)
     before = [list(map(key, own)), list(map(key, peers))]
-    plan_round(own, peers, rows_per_step=2, steps_per_update=2, own_first=False)
+    plan_of(own, peers, rows_per_step=2, steps_per_update=2, order="shuffled")
     assert [list(map(key, own)), list(map(key, peers))] == before
 
 
@@ -890,7 +909,7 @@ def test_collate_by_hand():
     assert batch["completion_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
     assert batch["ref"].tolist() == [[-1, -2, 0, 0], [0, 0, 0, 0], [-3, 0, 0, 0]]
     assert batch["advantages"].tolist() == [0.5, -1.0, 2.0]
-    assert batch["coefficient"].tolist() == [1.0, 1.5, 1.0]
+    assert batch["weights"].tolist() == [1.0, 1.5, 1.0]
     assert batch["source_logp"].tolist() == [-0.25, -0.75, -0.5]
     assert batch["source"].tolist() == [0, 1, 0]
     assert batch["is_own"].tolist() == [True, False, True]
@@ -900,7 +919,7 @@ def test_collate_dtypes():
     batch = collate(mixed_rows(), learner=1, pad_id=0)
     for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "source"):
         assert batch[name].dtype == torch.long, name
-    for name in ("advantages", "coefficient", "source_logp", "ref"):
+    for name in ("advantages", "weights", "source_logp", "ref"):
         assert batch[name].dtype == torch.float32, name
     assert batch["is_own"].dtype == torch.bool and batch["is_own"].tolist() == [False, True, False]
 
@@ -925,7 +944,7 @@ def test_collate_peers_longer_than_own_and_the_other_way_round():
 
 
 def test_collate_without_per_token_values():
-    names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "coefficient"}
+    names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "weights"}
     batch = collate([mixed_rows()[1]], learner=0, pad_id=0)
     assert set(batch) == names | {"source_logp", "source", "is_own", "filler"}
 
@@ -988,7 +1007,7 @@ def test_a_peers_response_reaches_the_batch_with_the_learners_end(tokenizers):
     peer.finished[2] = False
     encoded = encode_responses(learner, [[]] * 4, [""] * 4, texts, peer.finished, learner.eos_token_id, 4)
     prompts = [torch.tensor([1])] * 4
-    rows = peer_rows(peer, encoded, prompts, 1, torch.ones(4), 1.0, pad_id=learner.pad_token_id)
+    rows = peer_rows(peer, encoded, prompts, 1, *[torch.ones(4)] * 2, pad_id=learner.pad_token_id)
     assert [row.advantage for row in rows] == [1.0, 1.0, 0.0, 0.0]
     batch = collate(rows, learner=0, pad_id=learner.pad_token_id)
     assert batch["completion_ids"].shape[1] <= 4

@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from ..config import HACPOConfig
+from ..methods import METHODS
 from ..playground.agents import accuracy, answer_reward, make_dataset, make_split, shipped_agent
 from ..reporting.plots import Evaluation, accuracy_table, plot_run
 from ..sampling.turn_taking import agents_are_running
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "hacpo quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=24, help="rounds of 32 prompts x 8 responses of each agent")
-    parser.add_argument("--method", default="hacpo", choices=["hacpo", "naive", "gspo", "grpo"])
+    parser.add_argument("--method", default="hacpo", choices=list(METHODS))
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held_out", type=int, default=500, help="held-out problems")

@@ -426,13 +426,14 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
         f"a round: {prompts} prompts x {args.num_generations} responses = {args.generation_batch_size} of each agent"
     )
     lines.append(
-        f"  updates of an agent: {updates}, each on {args.generation_batch_size // (own // args.num_iterations)}"
+        f"  updates of an agent: {updates}, each on "
+        f"{args.generation_batch_size // (own // args.num_iterations) * args.rows_factor(count)}"
     )
-    if args.shares_rollouts and args.rollout_order == "own_first":
+    if args.shares_rollouts and args.order == "own_first":
         lines.append(
             f"  a pass over them: {own // args.num_iterations} on its own responses, then the others' on peers'"
         )
-    forwards = args.num_iterations * args.generation_batch_size * (count if args.shares_rollouts else 1)
+    forwards = args.num_iterations * args.generation_batch_size * args.updates_factor(count) * args.rows_factor(count)
     lines.append(f"  responses that pass forward and backward, at most: {forwards} of each agent")
 
     where = "of each process" if args.use_cpu else "on each GPU"

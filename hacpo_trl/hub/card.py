@@ -17,7 +17,8 @@ from huggingface_hub.utils import validate_repo_id
 from trl import GRPOConfig
 
 from .._version import __version__
-from ..config import HACPO_ONLY, SHARED_ONLY, HACPOConfig
+from ..config import HACPOConfig, idle_settings
+from ..methods import METHODS, PAPERS
 
 if TYPE_CHECKING:
     from ..training.agent import HACPOAgent
@@ -38,45 +39,15 @@ _IF_CHANGED = """optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_
 disable_dropout use_bias_correction_kl mask_truncated_completions entropy_coef sync_ref_model ref_model_sync_steps
 ref_model_mixup_alpha reward_weights shuffle_dataset use_vllm vllm_importance_sampling_correction
 chat_template_kwargs""".split()
-_NOT_LEARNING = """agent_overrides hub_base_model_id max_rounds method micro_batches offload_inactive_agents
-sampling_batch_size screen_peers vllm_server_urls""".split()
+_NOT_LEARNING = """agent_overrides hub_base_model_id max_rounds method method_settings micro_batches
+offload_inactive_agents sampling_batch_size screen_peers vllm_server_urls""".split()
 
-_METHODS = {
-    "hacpo": "HACPO: on every prompt all agents answer, each answer is graded once, and every agent learns from the "
-    "answers of all, each weighed by what its writer and its reader can do.",
-    "naive": "naive sharing, an ablation of HACPO: on every prompt all agents answer, each answer is graded once, and "
-    "every agent learns from the answers of all as if they were its own.",
-    "gspo": "GSPO. The agents trained side by side on the same prompts and learned from their own answers only.",
-    "grpo": "GRPO. The agents trained side by side on the same prompts and learned from their own answers only.",
-}
-
-_PAPERS = {
-    "GSPO": (
-        "2507.18071",
-        """@article{zheng2025group,
-    title  = {{Group Sequence Policy Optimization}},
-    author = {Chujie Zheng and others},
-    year   = 2025,
-    eprint = {arXiv:2507.18071},
-}""",
-    ),
-    "GRPO": (
-        "2402.03300",
-        """@article{shao2024deepseekmath,
-    title  = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
-    author = {Zhihong Shao and others},
-    year   = 2024,
-    eprint = {arXiv:2402.03300},
-}""",
-    ),
-}
 _TRL = """@software{vonwerra2020trl,
     title  = {{TRL: Transformers Reinforcement Learning}},
     author = {Leandro von Werra and others},
     year   = 2020,
     url    = {https://github.com/huggingface/trl},
 }"""
-_CITED = {"hacpo": ("HACPO", "GSPO", "GRPO"), "naive": ("HACPO", "GSPO", "GRPO"), "gspo": ("GSPO", "GRPO")}
 
 
 def write_card(trainer: "HACPOTrainer", agent: "HACPOAgent", folder: str) -> None:
@@ -249,7 +220,7 @@ def _training(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
     updates = agent.args.updates_per_round(trainer.num_agents)
     rows = agent.args.per_device_train_batch_size * agent.args.gradient_accumulation_steps * args.world_size
     lines = [
-        f"Method: {_METHODS[args.method]}",
+        f"Method: {METHODS[args.method].title}{_method_settings(args)}: {METHODS[args.method].about}",
         "",
         f"{rounds} {'round' if rounds == 1 else 'rounds'} of {prompts} prompts x {args.num_generations} responses of "
         f"each agent; {updates} updates a round, each on up to {rows} responses.",
@@ -263,6 +234,11 @@ def _training(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
     return "\n".join(lines)
 
 
+def _method_settings(args: HACPOConfig) -> str:
+    numbers = {name: v for name, v in (args.method_settings or {}).items() if isinstance(v, (int, float, type(None)))}
+    return f" ({', '.join(f'{name}={_shown(value)}' for name, value in numbers.items())})" if numbers else ""
+
+
 def settings_of(args: HACPOConfig) -> dict[str, Any]:
     """The settings that a card names: the important ones, and those that are not the default.
 
@@ -272,8 +248,7 @@ def settings_of(args: HACPOConfig) -> dict[str, Any]:
     inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
     fields = {field.name: field for field in dataclasses.fields(HACPOConfig)}
     own = [name for name in fields if name not in inherited and name not in _NOT_LEARNING]
-    idle: tuple[str, ...] = () if args.method == "hacpo" else HACPO_ONLY
-    idle += () if args.shares_rollouts else SHARED_ONLY
+    idle = idle_settings(args)
     result = {}
     for name in [*_IMPORTANT, *own, *_IF_CHANGED]:
         field = fields[name]
@@ -409,9 +384,10 @@ def _versions(agent: "HACPOAgent") -> str:
 
 
 def _citations(agent: "HACPOAgent") -> str:
-    papers = {"HACPO": (agent._paper["id"], agent._paper["citation"]), **_PAPERS}
+    papers = dict.fromkeys([*METHODS[agent.args.method].papers, "GRPO"])
     parts = []
-    for paper in _CITED.get(agent.args.method, ("GRPO",)):
-        number, entry = papers[paper]
-        parts.append(f"{paper}: [arXiv {number}](https://arxiv.org/abs/{number})\n\n```bibtex\n{entry}\n```")
+    for paper in papers:
+        number, entry = PAPERS[paper]
+        link = f"{paper}: [arXiv {number}](https://arxiv.org/abs/{number})"
+        parts.append(link if entry is None else f"{link}\n\n```bibtex\n{entry}\n```")
     return "\n\n".join([*parts, f"TRL:\n\n```bibtex\n{_TRL}\n```"])

@@ -99,7 +99,7 @@ class RoundProgress(TrainerCallback):
 
     def _advice(self) -> dict[tuple[str, str], str]:
         trainer = self.trainer
-        counts = trainer.args.method == "hacpo" and trainer.args.capability_coefficient and self._shares()
+        counts = trainer.method.scales_peers() and self._shares()
         return advise(
             self._signs,
             trainer.agent_names,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..objective import in_range, summed_logps
+from ..methods import Clipped
+from ..objective import summed_logps
 
 _SUMS = (
     "count",  # responses that ran
@@ -53,9 +54,7 @@ class UpdateStatistics:
         source: Tensor,
         ratio: Tensor,
         advantages: Tensor,
-        is_own: Tensor,
-        own_range: tuple[float, float],
-        peer_range: tuple[float, float],
+        clipped: Clipped,
         kl: Tensor | None,
         entropy: Tensor | None,
         mask: Tensor,
@@ -67,9 +66,7 @@ class UpdateStatistics:
             source: (R,) index of the agent that wrote each response.
             ratio: (R,) raw importance ratios, before any clipping.
             advantages: (R,).
-            is_own: (R,) whether the own formula applies.
-            own_range: lowest and highest unclipped ratio of own responses.
-            peer_range: the same of peers' responses.
+            clipped: what the clip does to them.
             kl: (R,) divergence of own responses, or None.
             entropy: (R, T) entropy of every token's distribution, or None.
             mask: (R, T).
@@ -78,12 +75,8 @@ class UpdateStatistics:
         Returns:
             (R,) bool, which of them have a gradient of the objective.
         """
-        low = torch.where(is_own, own_range[0], peer_range[0])
-        high = torch.where(is_own, own_range[1], peer_range[1])
-        below, above = ratio < low, ratio > high
-        low_clipped = is_own & below & (advantages < 0)
-        high_clipped = is_own & above & (advantages > 0)
-        teaches = in_range(ratio, advantages, is_own, own_range, peer_range) & (advantages != 0)
+        below, above, inside = clipped
+        teaches = inside & (advantages != 0)
         zero = torch.zeros_like(ratio)
         columns = {
             "count": torch.ones_like(ratio),
@@ -94,8 +87,8 @@ class UpdateStatistics:
             "above": above,
             "no_gradient": ~teaches,
             "repelling": teaches & (advantages < 0),
-            "low_clipped": low_clipped,
-            "high_clipped": high_clipped,
+            "low_clipped": below * (advantages < 0),
+            "high_clipped": above * (advantages > 0),
             "kl": zero if kl is None else kl,
             "entropy": zero if entropy is None else summed_logps(entropy, mask),
             "tokens": mask.sum(-1),

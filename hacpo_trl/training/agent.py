@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
+import itertools
 import os
-import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,17 +26,10 @@ from trl.trainer.utils import is_async_callable, shutdown_event_loop_in_daemon, 
 from .._contract import STEERS_LOGP_PASSES
 from ..config import HACPOConfig
 from ..hub.publishing import Publisher, find_base
-from ..objective import (
-    hacpo_objective,
-    in_range,
-    k3_divergence,
-    peer_clip_lower,
-    sampler_correction,
-    sequence_log_ratio,
-    summed_logps,
-)
+from ..methods import PAPERS, Counts, Rows
+from ..objective import k3_divergence, policy_loss, sampler_correction, sequence_log_ratio, summed_logps
 from ..reporting.update_statistics import UpdateStatistics
-from ..rollouts import Rollout, Row, collate, own_rows, peer_rows, plan_round, plan_update
+from ..rollouts import Rollout, Row, arrange, collate, own_rows, peer_rows, plan_round, plan_update
 from ..sampling.turn_taking import StopsWithOthers, Turns
 from ..sampling.vllm_client import check_engine, connect, plain_generation_config, usable_logprobs
 from ..texts.responses import ResponseTexts, encode_responses, end_of_response_id, find_leads, response_texts
@@ -81,14 +74,8 @@ class HACPOAgent(FSDPAgent):
     _name = "HACPO"
     _paper = {
         "title": "Heterogeneous Agent Collaborative Reinforcement Learning",
-        "id": "2603.02604",
-        "citation": textwrap.dedent("""\
-            @article{zhang2026heterogeneous,
-                title  = {{Heterogeneous Agent Collaborative Reinforcement Learning}},
-                author = {Zhixia Zhang and others},
-                year   = 2026,
-                eprint = {arXiv:2603.02604},
-            }"""),
+        "id": PAPERS["HACPO"][0],
+        "citation": PAPERS["HACPO"][1],
     }
 
     def __init__(
@@ -110,14 +97,18 @@ class HACPOAgent(FSDPAgent):
         self.num_agents = num_agents
         self.residency = residency
         self.turns = turns or Turns()
+        self.method = args.build_method()
         self.publisher = publisher
         self.buckets: GradientBuckets | None = None  # with DDP
         self.base = find_base(model, args)  # what it started from, for its card and repository
         self.team_state: Callable[[], TrainerState] = lambda: self.state  # what reward functions get
         self._rollout: Rollout | None = None
         self._own_rows: list[Row] = []
+        self._taken_rows: list[Row] = []  # own ones that are in this round's updates
+        self._peer_rows: list[Row] = []  # those of peers, until the updates are planned
         self._plan: list[list[Row]] = []
         self._left_out: list[Counter[int]] = []
+        self._counts: list[Counts] = []
         self._first_update: int | None = None  # index of the round's first update that steps
         self._update: list[list[Row]] = []  # micro-batches of the running update
         self._batch: list[Row] = []  # the running micro-batch
@@ -439,21 +430,23 @@ class HACPOAgent(FSDPAgent):
 
     # -- one round ------------------------------------------------------------------------------------------------
 
-    def begin_round(self, rollouts: Sequence[Rollout], advantages: Tensor, coefficients: Tensor) -> Shares:
-        """Reads the peers' responses and plans this agent's updates of the round.
+    def begin_round(self, rollouts: Sequence[Rollout], advantages: Tensor, weights: Tensor, taken: Tensor) -> Shares:
+        """Reads the peers' responses. `plan_updates` has to follow.
 
         Args:
             rollouts: those of all agents, or of this agent alone when nothing is shared.
             advantages: (N sources, R) of this process's responses, for this learner.
-            coefficients: (N sources,) capability discrepancy coefficients for this learner.
+            weights: (N sources, R) fixed factors of the responses' objectives.
+            taken: (N sources, R) bool, which responses are rows of the updates.
 
         Returns:
             For the log, of every peer: source index and name of the share -> value.
         """
         started = time.perf_counter()
         own = self._rollout = rollouts[self.agent_index]
-        rows = self._own_rows = own_rows(own, self.agent_index, advantages[self.agent_index])
-        foreign: list[Row] = []
+        self._own_rows = own_rows(own, self.agent_index, advantages[self.agent_index])
+        self._taken_rows = [row for row in self._own_rows if taken[self.agent_index, row.index]]
+        self._peer_rows, self._plan = [], []
         shares: Shares = {}
         if self.args.shares_rollouts:
             prompt_ids = [ids.tolist() for ids in own.prompt_ids]
@@ -469,42 +462,102 @@ class HACPOAgent(FSDPAgent):
                     self._end_id,
                     self.max_completion_length,
                 )
-                shares[j, "coefficient"] = coefficients[j].item()
+                shares[j, "coefficient"] = (weights[j] * taken[j]).sum().item() / max(int(taken[j].sum()), 1)
                 shares[j, "truncated"] = sum(encoded.overflowing) / len(rollout)
                 shares[j, "unreadable"] = sum(encoded.unreadable) / len(rollout)
-                foreign += peer_rows(
+                rows = peer_rows(
                     rollout,
                     encoded,
                     own.prompt_ids,
                     j,
                     advantages[j],
-                    coefficients[j].item(),
+                    weights[j],
                     pad_id=self._tokenizer.pad_token_id,
                     shared_length=self.args.length_normalization == "shared",
                     drop_overflowing=self.args.peer_overflow == "drop" or self.mask_truncated_completions,
                 )
-        args, shares_rollouts = self.args, self.args.shares_rollouts
-        self._plan, self._left_out = plan_round(
-            rows,
-            foreign,
+                self._peer_rows += [row for row in rows if taken[j, row.index]]
+        self.timings["reencoding"] += time.perf_counter() - started
+        return self._mean(shares)
+
+    @torch.no_grad()
+    def view_peers(self) -> Shares:
+        """Finds this agent's own log-probabilities of its peers' responses, and weighs them by the method's `admit`.
+
+        At the weights before the round's first update. The sources' log-probabilities have to be known.
+
+        Returns:
+            For the log, of every peer: the share of its taken responses that are admitted.
+        """
+        started = time.perf_counter()
+        rows, size = self._peer_rows, self.args.per_device_train_batch_size
+        teaching = [row for row in rows if row.can_teach or not self.args.skip_silent_responses]
+        (passes,) = self._agree([-(-len(teaching) // size)])
+        if passes:
+            self.activate()
+        spare = [replace(row, masked=True) for row in self._own_rows[:1]] * passes  # another process may have more
+        ratios: dict[int, float] = {}
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            for batch in plan_update(teaching, spare, passes, passes, "tokens"):
+                inputs = self._collate(batch)
+                logps, _, _ = self._logps_of(self.model, inputs)
+                found = sequence_log_ratio(logps, inputs["completion_mask"], inputs["source_logp"]).exp()
+                for row, values, ratio in zip(batch, logps.float().cpu(), found.tolist(), strict=True):
+                    row.per_token["old_per_token_logps"] = values[: len(row.completion_ids)].clone()
+                    ratios[id(row)] = ratio
+        self.reshard()
+        ratio = torch.tensor([ratios.get(id(row), 1.0) for row in rows])
+        factors = self.method.admit(ratio, torch.tensor([row.advantage for row in rows]))
+        shares: Shares = {}
+        for row, factor in zip(rows, factors.tolist(), strict=True):
+            row.weight *= factor
+        self._peer_rows = [row for row in rows if row.weight != 0.0]
+        for j in range(self.num_agents):
+            if j != self.agent_index:
+                offered = sum(row.source == j for row in rows)
+                shares[j, "admitted"] = sum(row.source == j for row in self._peer_rows) / max(offered, 1)
+        self.timings["updating"] += time.perf_counter() - started
+        return self._mean(shares)
+
+    def plan_updates(self) -> None:
+        """Plans this agent's updates of the round."""
+        started, args, shares = time.perf_counter(), self.args, self.args.shares_rollouts
+        updates = arrange(
+            self._taken_rows,
+            self._peer_rows,
+            own_updates=args.steps_per_generation // args.gradient_accumulation_steps,
+            updates=self.steps_per_round // args.gradient_accumulation_steps // self.num_iterations,
+            order=args.order,
+            generations=self.num_generations,
+        )
+        plan = plan_round(
+            updates,
+            self._own_rows,
             rows_per_step=args.per_device_train_batch_size,
             steps_per_update=args.gradient_accumulation_steps,
             iterations=self.num_iterations,
-            own_first=args.rollout_order == "own_first",
             # TRL's own loss is a mean over equally many rows; the router's loss sees every row
-            skip_silent=args.skip_silent_responses and shares_rollouts and not self.aux_loss_enabled,
+            skip_silent=args.skip_silent_responses and shares and not self.aux_loss_enabled,
             own_always=self.beta != 0.0 or self.entropy_coef != 0.0,
             skip_updates=self._skips_updates,
-            cut=args.micro_batches if shares_rollouts and not self.aux_loss_enabled else "rows",
+            cut=args.micro_batches if shares and not self.aux_loss_enabled else "rows",
             agree=self._agree,
         )
+        self._plan, self._left_out = plan.batches, plan.left_out
+        tokens, peers = plan.tokens, plan.teaching_peers
+        if self.method.counts_tokens and self.accelerator.num_processes > 1:
+            local = torch.tensor([tokens, peers], dtype=torch.float32, device=self.accelerator.device)
+            tokens, peers = self.accelerator.reduce(local, "mean").tolist()
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.rows_factor(self.num_agents)
+        self._counts = [
+            Counts(rows, max(t, 1.0), p, self.max_completion_length) for t, p in zip(tokens, peers, strict=True)
+        ]
         stepping = [i for i, batch in enumerate(self._plan) if batch]
-        from_sampler = shares_rollouts and args.source_logps == "sampler" and not self._corrects_sampler
+        from_sampler = shares and args.source_logps == "sampler" and not self._corrects_sampler
         self._first_update = None
         if stepping and not from_sampler:
             self._first_update = stepping[0] // args.gradient_accumulation_steps
         self.timings["reencoding"] += time.perf_counter() - started
-        return self._mean(shares)
 
     @property
     def _skips_updates(self) -> bool:
@@ -515,8 +568,9 @@ class HACPOAgent(FSDPAgent):
         return self.args.skip_idle_updates and not other_gradients and not always
 
     def heard(self, source: int) -> set[int]:
-        """Places in a peer's rollout of the responses that this agent's updates run."""
-        return {row.index for batch in self._plan for row in batch if row.source == source}
+        """Places in a peer's rollout of the responses that this agent's updates run, or may run before the plan."""
+        rows = itertools.chain(*self._plan) if self._plan else self._peer_rows
+        return {row.index for row in rows if row.source == source}
 
     @torch.no_grad()
     def measure(self, heard: set[int], *, all_rows: bool = False) -> None:
@@ -536,14 +590,18 @@ class HACPOAgent(FSDPAgent):
             (step // self.args.gradient_accumulation_steps, rows) for step, rows in enumerate(self._plan[:one_pass])
         ]
         # The first update's sums come in time for peers that are updated after it and in turn
-        in_time = self.args.rollout_order == "own_first" and self.residency is None
+        in_time = self.args.order == "own_first" and self.residency is None
+
+        needs_old = not self.args.shares_rollouts or self.method.compares_with_old
 
         def wants_old(row: Row, update: int) -> bool:
             first = update == self._first_update and not all_rows
             if self._corrects_sampler:
                 return True
+            if needs_old and (not first or self.num_iterations > 1):
+                return True
             if not self.args.shares_rollouts:
-                return not first or self.num_iterations > 1
+                return False
             peers_want = row.index in heard and rollout.peer_logp_sums[row.index].isnan()
             return bool(
                 (peers_want and not (first and in_time)) or (not first and rollout.logp_sums[row.index].isnan())
@@ -587,13 +645,14 @@ class HACPOAgent(FSDPAgent):
         inputs = self._collate(rows, padded_like=batch)
         logps, _, _ = self._logps_of(self.model, inputs)
         self._keep_sums(rows, summed_logps(logps, inputs["completion_mask"]))
-        if self.args.shares_rollouts and not self._corrects_sampler:
+        needs_old = not self.args.shares_rollouts or self.method.compares_with_old
+        if not needs_old and not self._corrects_sampler:
             return
         for row, values in zip(rows, logps.float().cpu(), strict=True):
             if row.source != self.agent_index:
                 continue
             old = values[: len(row.completion_ids)].clone()
-            if not self.args.shares_rollouts:
+            if needs_old:
                 row.per_token["old_per_token_logps"] = old
             if self._corrects_sampler and not row.masked:
                 sampled = self._rollout.sampled_logps[row.index]
@@ -728,10 +787,10 @@ class HACPOAgent(FSDPAgent):
         args = self.args
         if args.screen_peers == "off" or not args.shares_rollouts or self.aux_loss_enabled or not any(self._update):
             return False
-        if args.method == "hacpo" and args.peer_clip_delta is None:
+        if not self.method.can_clip_peers():
             return False
         own_updates = args.steps_per_generation // args.gradient_accumulation_steps
-        in_order = args.rollout_order == "own_first"
+        in_order = args.order == "own_first"
         if self.num_agents == 1 or (in_order and update % len(self._left_out) < own_updates):
             return False  # no peers in it
         # A forward pass against the share of a forward and backward pass, with checkpoints two forward passes
@@ -745,7 +804,6 @@ class HACPOAgent(FSDPAgent):
         One pass over them at exactly the weights of the update, which also makes their statistics and their part of
         the loss, a constant.
         """
-        own_range, peer_range = self._ranges(update)
         exact = not (self.args.bf16 or self.args.fp16) and next(self.model.parameters()).dtype == torch.float32
         slack = _SLACK_FP32 if exact else _SLACK_16_BIT
         screened: list[Row] = []
@@ -756,18 +814,15 @@ class HACPOAgent(FSDPAgent):
                 rows = [row for row in batch if row.source != self.agent_index] or batch[:1]
                 inputs = {**self._collate(rows, padded_like=batch), "update_index": update}
                 logps, _, _ = self._logps_of(self.model, inputs)
-                mask, advantages, is_own = inputs["completion_mask"], inputs["advantages"], inputs["is_own"]
-                ratio = torch.exp(sequence_log_ratio(logps, mask, inputs["source_logp"]))
-                formula = self._has_own_formula(inputs)
-                keep = in_range(ratio, advantages, formula, own_range, peer_range, slack) & (advantages != 0)
+                mask, is_own = inputs["completion_mask"], inputs["is_own"]
+                seen = self._rows(inputs, logps, inputs["source_logp"], update)
+                keep = self.method.clipped(seen, slack).inside & (inputs["advantages"] != 0)
                 keep = is_own | (keep & mask.any(-1))
                 uncounted = inputs["filler"] | is_own
-                self._count_taught(
-                    inputs, self._add_statistics(inputs, update, ratio, None, None, uncounted), uncounted
-                )
+                self._count_taught(inputs, self._add_statistics(inputs, seen, None, None, uncounted), uncounted)
                 left_out = ~keep & ~uncounted & mask.any(-1)
-                objective = self._objective(inputs, ratio)
-                self._constant_loss -= torch.where(left_out, objective, 0.0).sum() / self._rows_per_update
+                _, peers = self.method.denominators(self._counts[update % len(self._counts)])
+                self._constant_loss -= torch.where(left_out, self.method.objective(seen), 0.0).sum() / peers
                 screened += rows
                 stays.append(keep)
         self.reshard()
@@ -775,7 +830,7 @@ class HACPOAgent(FSDPAgent):
         outside = {id(row) for row, stay in zip(screened, torch.cat(stays).tolist(), strict=True) if not stay}
         kept = [[row for row in batch if id(row) not in outside] for batch in self._update]
         spare = [[row for row in batch if id(row) in outside] for batch in self._update]
-        if self.args.rollout_order == "own_first":
+        if self.args.order == "own_first":
             self._update = self._padded_like = self._cut_again(sum(kept, []), sum(spare, []))
         else:  # own rows keep the padding of the micro-batch in which their old log-probabilities were computed
             self._update = self._thin_out(kept, spare)
@@ -821,54 +876,32 @@ class HACPOAgent(FSDPAgent):
         peers = ~inputs["is_own"] & ~uncounted & (inputs["advantages"] != 0)
         self._taught += torch.stack([teaches.sum(), (peers & ~teaches).sum(), peers.sum()]).to(self._taught)
 
-    def _has_own_formula(self, inputs: dict[str, Any]) -> Tensor:
-        return torch.ones_like(inputs["is_own"]) if self.args.method == "naive" else inputs["is_own"]
-
-    def _ranges(self, update: int) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Lowest and highest unclipped ratio of own and of peers' responses."""
-        delta, step = self.args.peer_clip_delta, self.args.peer_clip_step
-        peers = (-1.0, torch.inf) if delta is None else (peer_clip_lower(update, delta, step), 1.0)
-        return (1 - self.epsilon_low, 1 + self.epsilon_high), peers
-
-    def _objective(self, inputs: dict[str, Any], ratio: Tensor) -> Tensor:
-        """(R,) objective of every response, see `hacpo_objective`."""
-        return hacpo_objective(
-            ratio,
-            inputs["advantages"],
-            self._has_own_formula(inputs),
-            inputs["coefficient"],
-            inputs["update_index"],
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-            delta=self.args.peer_clip_delta,
-            delta_step=self.args.peer_clip_step,
-            alpha=self.args.alpha,
+    def _rows(self, inputs: dict[str, Any], logps: Tensor, source_logp: Tensor, update: int) -> Rows:
+        """A micro-batch as the method sees it."""
+        return Rows(
+            logps=logps,
+            mask=inputs["completion_mask"],
+            source_logp=source_logp,
+            # At the weights before the round's first update the old ones are these
+            old_logps=inputs.get("old_per_token_logps", logps.detach()),
+            advantages=inputs["advantages"],
+            weights=inputs["weights"],
+            is_own=inputs["is_own"],
+            update_index=update,
+            clip_range=(self.epsilon_low, self.epsilon_high),
         )
 
-    @property
-    def _rows_per_update(self) -> int:
-        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-
     def _add_statistics(
-        self,
-        inputs: dict[str, Any],
-        update: int,
-        ratio: Tensor,
-        kl: Tensor | None,
-        entropies: Tensor | None,
-        uncounted: Tensor,
+        self, inputs: dict[str, Any], rows: Rows, kl: Tensor | None, entropies: Tensor | None, uncounted: Tensor
     ) -> Tensor:
-        own_range, peer_range = self._ranges(update)
         return self.statistics.add(
             source=inputs["source"],
-            ratio=ratio,
-            advantages=torch.where(inputs["completion_mask"].any(-1), inputs["advantages"], 0.0),
-            is_own=self._has_own_formula(inputs),
-            own_range=own_range,
-            peer_range=peer_range,
+            ratio=rows.ratio,
+            clipped=self.method.clipped(rows),
+            advantages=torch.where(rows.mask.any(-1), rows.advantages, 0.0),
             kl=kl,
             entropy=entropies,
-            mask=inputs["completion_mask"],
+            mask=rows.mask,
             filler=uncounted,
         )
 
@@ -888,40 +921,43 @@ class HACPOAgent(FSDPAgent):
         logps, entropies, aux_loss = self._logps_of(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
-        written_here, source_logp = inputs["is_own"], inputs["source_logp"]
+        is_own, source_logp, update = inputs["is_own"], inputs["source_logp"], inputs["update_index"]
         if inputs["is_first"]:
             sums = summed_logps(logps.detach(), mask)
-            source_logp = torch.where(written_here, sums / mask.sum(-1).clamp(min=1), source_logp)
+            source_logp = torch.where(is_own, sums / mask.sum(-1).clamp(min=1), source_logp)
             self._keep_sums(self._batch, sums)
-        ratio = torch.exp(sequence_log_ratio(logps, mask, source_logp))  # (R,)
-        objective = self._objective(inputs, ratio)
+        rows = self._rows(inputs, logps, source_logp, update)
+        objective = self.method.objective(rows)  # (R,)
         if "importance_sampling_ratio" in inputs:  # vLLM's sampler against the training weights, own responses only
             correction = (inputs["importance_sampling_ratio"] * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-            objective = objective * torch.where(written_here, correction, torch.ones_like(ratio))
+            objective = objective * torch.where(is_own, correction, torch.ones_like(correction))
         # A filler's objective is a constant that belongs to no update, or was counted when its update was screened
         objective = torch.where(mask.any(-1) & ~inputs["filler"], objective, logps.sum(-1) * 0.0)
 
-        # Sums over a fixed number of rows, not means: a micro-batch may hold fewer rows than another
-        rows = self._rows_per_update
-        loss = -objective.sum() / rows
-        kl = None
+        divergence = kl = None
         if self.beta != 0.0:
             reference = inputs.get("ref_per_token_logps", logps.detach())
-            kl = k3_divergence(logps, torch.where(written_here[:, None], reference, logps.detach()), mask)
-            weight = ratio if args.use_bias_correction_kl else 1.0
-            loss = loss + self.beta * (kl * weight * written_here).sum() / rows
-        if self.entropy_coef != 0.0:
-            per_row = (entropies * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-            loss = loss - self.entropy_coef * (per_row * written_here).sum() / rows
+            kl = k3_divergence(logps, torch.where(is_own[:, None], reference, logps.detach()), mask)
+            divergence = kl * (rows.ratio if args.use_bias_correction_kl else 1.0)
+        # Sums over the update's rows, not means: a micro-batch may hold fewer rows than another
+        counts = self._counts[update % len(self._counts)]
+        loss = policy_loss(
+            objective,
+            is_own,
+            self.method.denominators(counts),
+            counts.rows,
+            divergence=divergence,
+            beta=self.beta,
+            entropy=(entropies * mask).sum(-1) / mask.sum(-1).clamp(min=1) if self.entropy_coef != 0.0 else None,
+            entropy_coef=self.entropy_coef,
+        )
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
 
-        kl = None if kl is None else kl.detach() * written_here
-        uncounted = inputs["filler"] | ~written_here if self._screened else inputs["filler"]
-        teaches = self._add_statistics(
-            inputs, inputs["update_index"], ratio.detach(), kl, entropies.detach(), uncounted
-        )
-        self._count_taught(inputs, teaches, uncounted)
+        uncounted = inputs["filler"] | ~is_own if self._screened else inputs["filler"]
+        with torch.no_grad():
+            kl = None if kl is None else kl * is_own
+            self._count_taught(inputs, self._add_statistics(inputs, rows, kl, entropies, uncounted), uncounted)
         return loss
 
     # -- a peer's part in the leader's loop -----------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 import math
 
-from ..rollouts import Rollout
+import torch
+
 from .agent import HACPOAgent, Shares
 
 
@@ -12,8 +13,13 @@ class TeamLog(HACPOAgent):
     A part of `HACPOTrainer`, which has `agents` and `capability`.
     """
 
-    def _log_round(self, agent: HACPOAgent, rollouts: list[Rollout], shares: Shares) -> None:
+    def _log_round(self, agent: HACPOAgent, rewards: torch.Tensor, shares: Shares) -> None:
         metrics = agent._metrics["train"]
+        right = (torch.isfinite(rewards) & (rewards > 0)).any(-1)  # (N, B)
+        failed = ~right[agent.agent_index]
+        metrics["all_wrong"].append(failed.double().mean().item())
+        if failed.any() and self.num_agents > 1:
+            metrics["rescuable"].append(right[:, failed].any(0).double().mean().item())
         metrics["capability"].append(self.capability.capabilities[agent.agent_index].item())
         for (source, name), value in shares.items():
             self._metrics["train"][f"{self._pair(source, agent.agent_index)}/{name}"].append(value)

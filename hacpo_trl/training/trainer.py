@@ -25,7 +25,7 @@ from .._contract import check_versions, hush_renamed
 from ..capability import CapabilityTracker
 from ..config import HACPOConfig
 from ..hub.publishing import Publisher, check_sharing
-from ..objective import capability_aware_advantages
+from ..methods import Pool
 from ..reporting.advice import RoundSigns
 from ..reporting.completion_tables import CompletionTables
 from ..reporting.round_progress import RoundProgress
@@ -343,9 +343,8 @@ class HACPOTrainer(TeamLog, TeamFiles):
 
     def get_train_dataloader(self):
         # A round has as many micro-batches for every source, and all of them are taken from the same prompts
-        sources = self.num_agents if self.args.shares_rollouts else 1
         iterations = self.num_iterations
-        self.num_iterations = iterations * sources
+        self.num_iterations = iterations * self.args.updates_factor(self.num_agents)
         try:
             return super().get_train_dataloader()
         finally:
@@ -411,46 +410,50 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self.round_rewards = rewards.flatten(1).nanmean(1).tolist()
         self._check_max_reward(rewards)
 
-        advantages = self._advantages(rewards)  # (N learners, N sources, B * G)
-        self._differing = _differing(rewards, pooled=self.args.shares_rollouts)
+        signal = self.method.signal(self._pool(rewards))
+        advantages, weights, taken = (part.flatten(2) for part in signal)  # (N learners, N sources, B * G)
+        advantages = torch.where(taken, advantages, 0.0)
+        self._differing = _differing(rewards, pooled=self.method.pools_rewards)
         self._with_advantage = _with_advantage(advantages)
         if self.completions is not None:
             self.completions.write(rollouts, advantages.diagonal().T)
         local = len(rollouts[0])
         start = self.accelerator.process_index * local
-        coefficients = 1.0 / self.capability.ratios()  # (N learners, N sources)
-        if self.args.method != "hacpo" or not self.args.capability_coefficient:
-            coefficients = torch.ones_like(coefficients)
+        here = slice(start, start + local)
+        shares = []
         for k, agent in enumerate(self.agents):
             agent.open_round()
-            shares = agent.begin_round(rollouts, advantages[k][:, start : start + local], coefficients[k])
-            self._log_round(agent, rollouts, shares)
+            shares.append(agent.begin_round(rollouts, *(part[k][:, here] for part in (advantages, weights, taken))))
+            if self.method.selects:
+                mean = taken[k].double().mean(1).tolist()
+                shares[k].update({(j, "taken"): mean[j] for j in range(self.num_agents) if j != k})
+        if self.method.views_peers:
+            self._measure()
+            for agent, found in zip(self.agents, shares, strict=True):
+                found.update(agent.view_peers())
+        for agent, found in zip(self.agents, shares, strict=True):
+            agent.plan_updates()
+            self._log_round(agent, rewards, found)
+        self._measure()
+
+    def _measure(self) -> None:
+        """Finds what the ratios of the round compare with."""
         for agent in reversed(self.agents):  # the last one that sampled is awake still, the first is updated next
             peers = [peer for peer in self.agents if peer is not agent]
             agent.measure(set().union(*(peer.heard(agent.agent_index) for peer in peers)))
 
-    def _advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        """(N learners, N sources, B * G) from rewards (N, B, G); without sharing only each agent's own are not 0."""
-        args = self.args
-        common = {"epsilon": args.advantage_epsilon, "max_reward": max(args.max_reward, _largest(rewards))}
-        if args.shares_rollouts:
-            advantages = capability_aware_advantages(
-                rewards,
-                self.capability.capabilities.to(rewards),
-                ratio_bounds=self.capability.ratio_bounds,
-                baseline="pooled" if args.method == "naive" else args.baseline,
-                reward_variances=self.capability.reward_variances.to(rewards),
-                **common,
-            )
-        else:
-            advantages = rewards.new_zeros(self.num_agents, *rewards.shape)
-            for k in range(self.num_agents):
-                own = rewards[k : k + 1]
-                advantages[k, k] = capability_aware_advantages(own, own.new_ones(1), **common)[0, 0]
-        if args.peer_advantages == "positive" and args.shares_rollouts:
-            own = torch.eye(self.num_agents, dtype=torch.bool)[:, :, None, None]
-            advantages = torch.where(own, advantages, advantages.clamp(min=0))
-        return advantages.flatten(2)
+    def _pool(self, rewards: torch.Tensor) -> Pool:
+        """The round's graded responses, from rewards (N, B, G)."""
+        args, number = self.args, self.state.global_step // self.updates_per_round
+        return Pool(
+            rewards,
+            self.capability.capabilities,
+            self.capability.reward_variances,
+            ratio_bounds=self.capability.ratio_bounds,
+            epsilon=args.advantage_epsilon,
+            max_reward=max(args.max_reward, _largest(rewards)),
+            generator=torch.Generator().manual_seed(args.seed * 1_000_003 + number),
+        )
 
     def _check_max_reward(self, rewards: torch.Tensor) -> None:
         if _largest(rewards) > self.args.max_reward:

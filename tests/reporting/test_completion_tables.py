@@ -36,9 +36,9 @@ def run(agent_folders, tmp_path_factory):
     for agent in trainer.agents:
         begin = agent.begin_round
 
-        def recorded(rollouts, advantages, coefficients, begin=begin, k=agent.agent_index):
+        def recorded(rollouts, advantages, *rest, begin=begin, k=agent.agent_index):
             rounds.append((k, rollouts[k], advantages[k]))
-            return begin(rollouts, advantages, coefficients)
+            return begin(rollouts, advantages, *rest)
 
         agent.begin_round = recorded
     trainer.train()

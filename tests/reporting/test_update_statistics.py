@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from hacpo_trl.methods import Clipped
+from hacpo_trl.objective import in_range
 from hacpo_trl.reporting.update_statistics import UpdateStatistics
 
 OWN, PEER = (0.9, 1.1), (0.8, 1.0)
@@ -11,21 +13,25 @@ ONLY_OWN = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_me
 ONLY_PEER = {"below_range", "above_range", "repelling"}
 
 
-def batch(source, ratio, advantages, learner=0, **changes):
+def batch(source, ratio, advantages, learner=0, own_range=OWN, peer_range=PEER, **changes):
     source = torch.tensor(source)
     rows = len(source)
     values = {
         "source": source,
         "ratio": torch.tensor(ratio, dtype=torch.float64),
         "advantages": torch.tensor(advantages, dtype=torch.float64),
-        "is_own": source == learner,
-        "own_range": OWN,
-        "peer_range": PEER,
         "kl": None,
         "entropy": torch.zeros(rows, 1),
         "mask": torch.ones(rows, 1, dtype=torch.long),
     }
+    is_own = changes.pop("is_own", source == learner)
+    values["clipped"] = clipped(values["ratio"], values["advantages"], is_own, own_range, peer_range)
     return {**values, **changes}
+
+
+def clipped(ratio, advantages, is_own, own_range, peer_range):
+    low, high = (torch.where(is_own, a, b) for a, b in zip(own_range, peer_range, strict=True))
+    return Clipped(ratio < low, ratio > high, in_range(ratio, advantages, is_own, own_range, peer_range))
 
 
 def approx(expected):
@@ -183,7 +189,8 @@ def random_batch(generator, rows):
 
 
 def add(statistics, part):
-    statistics.add(**part, is_own=part["source"] == statistics.learner, own_range=OWN, peer_range=PEER)
+    is_own = part["source"] == statistics.learner
+    statistics.add(**part, clipped=clipped(part["ratio"], part["advantages"], is_own, OWN, PEER))
 
 
 def same(actual, expected):

@@ -327,7 +327,9 @@ def sampled_rollouts(trainer):
     inputs = next(iter(trainer.get_train_dataloader()))
     rollouts = [agent.sample(inputs) for agent in trainer.agents]
     for agent in trainer.agents:
-        agent.begin_round(rollouts, torch.ones(2, len(rollouts[0])), torch.ones(2))
+        ones = torch.ones(2, len(rollouts[0]))
+        agent.begin_round(rollouts, ones, ones, ones.bool())
+        agent.plan_updates()
     for agent, peer in zip(trainer.agents, reversed(trainer.agents), strict=True):
         agent.measure(peer.heard(agent.agent_index), all_rows=True)
     return rollouts

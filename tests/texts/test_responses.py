@@ -447,14 +447,13 @@ def test_agents_grade_and_read_one_and_the_same_text(agent_folders, tmp_path, mo
     models = [sized(agent_folders["char"], len(t)) for t in tokenizers]
     trainer = HACPOTrainer(models, reward, args, rows, processing_classes=tokenizers, agent_names=["llama", "qwen"])
     plans = {}
-    begin = HACPOAgent.begin_round
+    plan = HACPOAgent.plan_updates
 
-    def keep(agent, *arguments):
-        result = begin(agent, *arguments)
+    def keep(agent):
+        plan(agent)
         plans[agent.agent_index] = [row for batch in agent._plan for row in batch]
-        return result
 
-    monkeypatch.setattr(HACPOAgent, "begin_round", keep)
+    monkeypatch.setattr(HACPOAgent, "plan_updates", keep)
     trainer.train()
     assert written == [texts * 4] * 2
     for learner in plans:

@@ -54,13 +54,14 @@ def test_an_update_without_a_teaching_row_has_no_micro_batch():
     own = [Row(0, torch.ones(1).long(), torch.ones(1).long(), advantage) for advantage in (0.0,) * 4]
     peers = [Row(1, torch.ones(1).long(), torch.ones(1).long(), 1.0) for _ in range(4)]
     options = {"rows_per_step": 2, "steps_per_update": 2, "skip_updates": True}
-    plan = plan_round(own, peers, **options)
+    updates = [own, peers]
+    plan = plan_round(updates, own, **options)
     assert [len(batch) for batch in plan.batches] == [0, 0, 2, 2]
     assert plan.left_out == [{0: 4}, {}]
     # another process has an advantage there: this one runs its own responses for KL, or one that fills the pass
-    plan = plan_round(own, peers, **options, agree=lambda counts: [1, 2, 1, 1])
+    plan = plan_round(updates, own, **options, agree=lambda counts: [1, 2, 1, 1])
     assert [len(batch) for batch in plan.batches][:2] == [0, 4]
-    plan = plan_round(own, peers, **options, own_always=False, agree=lambda counts: [1, 2, 1, 1])
+    plan = plan_round(updates, own, **options, own_always=False, agree=lambda counts: [1, 2, 1, 1])
     assert [len(batch) for batch in plan.batches][:2] == [0, 1] and plan.batches[1][0].filler
     assert plan.left_out[0] == {0: 4} and not any(row.filler for row in own)
 
