@@ -162,6 +162,51 @@ def test_screening_leaves_the_gradient_the_loss_and_the_statistics(agent_folders
     assert any(entry.get("bpe/loss") for entry in logs)
 
 
+def unlike(agent):
+    """Replaces an agent's sampling by responses of 1 to 60 tokens."""
+    draw = random.Random(agent.agent_index)
+    digits = [agent.processing_class(str(d), add_special_tokens=False)["input_ids"][-1] for d in range(10)]
+
+    def generate(prompt_ids, *args, **kwargs):
+        lengths = [draw.choice((1, 2, 3, 60)) for _ in prompt_ids]
+        return [[draw.choice(digits) for _ in range(n)] + [agent.processing_class.eos_token_id] for n in lengths], None
+
+    agent._generate_single_turn = generate
+
+
+@pytest.mark.parametrize("names", [["char"], PAIR])
+def test_micro_batches_by_tokens_train_the_same_weights(agent_folders, tmp_path, names):
+    ends, peaks = [], []
+    for cut in ("rows", "tokens"):
+        args = config(
+            tmp_path,
+            micro_batches=cut,
+            beta=0.1,
+            peer_clip_delta=0.9,
+            gradient_accumulation_steps=4,
+            max_completion_length=64,
+        )
+        trainer = team(agent_folders, names, args)
+        before, sizes = all_weights(trainer), []
+        for agent in trainer.agents:
+            unlike(agent)
+            begin = agent.begin_round
+
+            def watched(*args, agent=agent, begin=begin, sizes=sizes):
+                shares = begin(*args)
+                sizes += map(padded_tokens, agent._plan)
+                return shares
+
+            agent.begin_round = watched
+        trainer.train()
+        ends.append(all_weights(trainer))
+        peaks.append(max(sizes))
+    assert peaks[1] < 0.8 * peaks[0]
+    for start, a, b in zip(before, *ends, strict=True):
+        assert (a - start).abs().max() > 1e-4
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
 def test_screening_switches_itself_on(agent_folders, tmp_path):
     args = config(tmp_path, max_rounds=3, peer_clip_delta=0.01, steps_per_generation=2)
     trainer = team(agent_folders, PAIR, args)
