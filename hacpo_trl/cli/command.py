@@ -99,6 +99,12 @@ def _report(parsed: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _serve(parsed: argparse.Namespace, extra: list[str]) -> int:
+    from ..training.loading import missing_folder
+
+    for model in parsed.models:
+        if (reason := missing_folder(model)) is not None:
+            print(f"hacpo serve: error: {model}: {reason}.", file=sys.stderr)
+            return 2
     return vllm_servers.run(
         parsed.models,
         ports=parsed.ports,

@@ -37,8 +37,9 @@ from ..evaluation.scores import (
     write_whole,
 )
 from ..maths.benchmarks import BENCHMARKS
-from ..maths.problems import load_problems
+from ..maths.problems import load_problems, missing_file
 from ..texts.prompts import INSTRUCTION, PROMPT_FILE, PromptForm, make_form, read_form, with_newlines
+from ..training.loading import missing_folder
 from .console import end_interrupted, show_slow_bars_only
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -150,6 +151,10 @@ def run(options: argparse.Namespace) -> str:
         **{**vars(options), "chat_template_kwargs": template_kwargs, "engine_kwargs": engine_kwargs}
     )
     before = _read_before(options, names)
+    missing = {model: missing_folder(model) for model in (*options.models, *before) if isinstance(model, str)}
+    missing = {model: reason for model, reason in missing.items() if reason is not None}
+    if missing:
+        raise ValueError("\n".join(f"{model}: {reason}." for model, reason in missing.items()))
     problems = _load_problems(options)
     tokenizers = {m: _load(AutoTokenizer, m, options) for m in (*options.models, *before) if isinstance(m, str)}
     forms = _find_forms(names, tokenizers, before, options)
@@ -263,7 +268,8 @@ def _load_problems(options: argparse.Namespace) -> dict[str, tuple[list[dict[str
             rows, samples = load_problems(path or entry, limit=options.limit), 1
         else:
             raise ValueError(
-                f"{entry!r} is neither a benchmark nor a file. The benchmarks are {', '.join(BENCHMARKS)}."
+                missing_file(entry)
+                or f"{entry!r} is neither a benchmark nor a file. The benchmarks are {', '.join(BENCHMARKS)}."
             )
         if name in problems:
             raise ValueError(f"--benchmarks names {name} twice.")

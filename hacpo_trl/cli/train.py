@@ -21,7 +21,7 @@ from trl.trainer.utils import get_callable_name
 
 from ..config import HACPOConfig, convert_fields
 from ..hub.publishing import check_sharing
-from ..maths.problems import is_local, load_problems, to_prompts
+from ..maths.problems import is_local, load_problems, missing_file, to_prompts
 from ..maths.reward import load_reward, weighted_sum
 from ..sampling.turn_taking import agents_are_running
 from ..texts.prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_newlines
@@ -34,6 +34,7 @@ from ..training.arguments import (
     resolve_names,
     resolve_rewards,
 )
+from ..training.checkpoint import find_checkpoint
 from ..training.fsdp import check_fsdp, own_plugin, uses_fsdp
 from ..training.loading import find_origin
 from ..training.trainer import HACPOTrainer
@@ -182,9 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failure(error)
     except KeyboardInterrupt:
         return end_interrupted("train", "Nothing was trained yet.")
-    resume = args.resume_from_checkpoint
     try:
-        trainer.train(resume_from_checkpoint=True if str(resume).lower() == "true" else resume)
+        trainer.train(resume_from_checkpoint=_resume(args))
         if args.push_to_hub:
             for name, commit in zip(trainer.agent_names, trainer.push_to_hub(), strict=False):
                 print(f"Pushed: {name} to {commit.commit_url}")
@@ -195,6 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end_interrupted("train", _how_to_resume(trainer), main_process=speaks, at_once=agents_are_running())
     print("Saved: " + ", ".join(f"{args.output_dir}/{name}" for name in trainer.agent_names))
     return 0
+
+
+def _resume(args: HACPOConfig) -> str | bool | None:
+    return True if str(args.resume_from_checkpoint).lower() == "true" else args.resume_from_checkpoint
 
 
 def _how_to_resume(trainer: HACPOTrainer) -> str:
@@ -242,6 +246,11 @@ def _parse(arguments: list[str]) -> tuple[ScriptArguments, HACPOConfig, ModelCon
         )
     if not script.dataset:
         raise ValueError("Which problems? Give --dataset with a Hub id or a local file.")
+    for source in (script.dataset, script.eval_dataset_file or ""):
+        if (missing := missing_file(source)) is not None:
+            raise ValueError(missing)
+    if args.resume_from_checkpoint is not None:
+        find_checkpoint(_resume(args), args)
     if script.prompt_format not in ("auto", "chat", "plain"):  # of a YAML file
         raise ValueError(f"prompt_format={script.prompt_format!r} is unknown; use one of auto, chat, plain.")
     if args.stop_texts is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from .problems import load_problems
+from .problems import load_problems, missing_file
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Benchmark:
         """The file of this benchmark in a folder; the path itself when it is no folder.
 
         Raises:
-            ValueError: if the folder has none.
+            ValueError: if the folder has none, or there is no such path.
         """
+        if not os.path.exists(path):
+            raise ValueError(missing_file(path) or f"{path}: there is no such file or folder.")
         if not os.path.isdir(path):
             return path
         names = [f"{stem}.jsonl" for stem in (self.name, *self.files)]

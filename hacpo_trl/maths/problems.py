@@ -1,6 +1,7 @@
 """Maths data sets with a final answer: from the Hub or from local files, in the form that the trainer takes."""
 
 import csv
+import difflib
 import io
 import json
 import logging
@@ -22,6 +23,7 @@ _ANSWER_COLUMNS = ("final_answer", "answer", "gold", "target", "expected_answer"
 
 _ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 _OTHER_ENDINGS = (".txt", ".tsv", ".xlsx", ".xls", ".zip", ".gz", ".ndjson", ".arrow")  # files, but none that we read
+_SHOWN = 6  # so many files are listed in an error
 _FIRST_ROWS = 1000  # that tell which columns there are
 
 
@@ -133,8 +135,27 @@ def _is_chat(problem: Any) -> bool:
 
 def is_local(source: str) -> bool:
     """Whether a source of problems is, or was meant to be, a file or a folder and not the id of a data set."""
-    ending = os.path.splitext(source)[1].lower()
-    return os.path.exists(source) or ending in _ENDINGS + _OTHER_ENDINGS or source.startswith(("/", "./", "../"))
+    return os.path.exists(source) or missing_file(source) is not None
+
+
+def missing_file(source: str) -> str | None:
+    """Why a source of problems is a file that is not there; None for what is there, and for what may be an id.
+
+    "data/train" could be either. Where a folder "data" with files of problems is, it is a file there.
+    """
+    if os.path.exists(source):
+        return None
+    folder, name = os.path.split(source)
+    beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    beside = sorted(file for file in beside if file.lower().endswith(_ENDINGS))
+    plain = name.lower().endswith(_ENDINGS + _OTHER_ENDINGS) or source.startswith(("/", "./", "../", "~"))
+    if not plain and source.count("/") < 2 and not (folder and beside):
+        return None
+    near = difflib.get_close_matches(name, beside, n=1)
+    hint = f" Did you mean {os.path.join(folder, near[0])}?" if near else ""
+    if not near and folder and beside:
+        hint = f" {folder} holds {', '.join(beside[:_SHOWN])}{', ...' * (len(beside) > _SHOWN)}."
+    return f"{source}: there is no such file.{hint}"
 
 
 def _read_file(path: str) -> tuple[list[str], list[dict[str, Any]]]:
@@ -247,8 +268,9 @@ def _read_csv(path: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _read_hub(source: str, split: str, name: str | None) -> tuple[list[str], list[dict[str, Any]]]:
-    if is_local(source) and not os.path.exists(source):
-        raise ValueError(f"{source}: there is no such file.")
+    missing = missing_file(source)
+    if missing is not None:
+        raise ValueError(missing)
     try:
         rows = list(load_dataset(source, name, split=split))
     except Exception as error:

@@ -13,6 +13,7 @@ from accelerate.utils import is_peft_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..config import HACPOConfig
 from ..texts.prompts import read_form
 
 if TYPE_CHECKING:
@@ -105,6 +106,34 @@ def write_team_state(folder: str, trainer: "HACPOTrainer") -> None:
         json.dump(state, file, indent=2)
 
 
+def find_checkpoint(checkpoint: str | bool, args: HACPOConfig) -> str:
+    """The folder of a checkpoint.
+
+    Args:
+        checkpoint: a folder, or True for the newest in the run's output folder.
+        args: settings of the team.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    if checkpoint is True:
+        found = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+        if found is None:
+            raise ValueError(
+                f"There is no checkpoint in {args.output_dir!r}. One is written every save_steps={args.save_steps} "
+                "updates, at the end of the round; an interrupted one does not count. Start without "
+                "resume_from_checkpoint."
+            )
+        return found
+    if not os.path.isdir(checkpoint):
+        parent = os.path.dirname(checkpoint.rstrip("/")) or "."
+        names = os.listdir(parent) if os.path.isdir(parent) else []
+        beside = sorted(name for name in names if name.startswith("checkpoint-"))
+        hint = f" {parent!r} holds {', '.join(beside)}." if beside else ""
+        raise ValueError(f"The checkpoint {checkpoint!r} does not exist.{hint}")
+    return checkpoint
+
+
 def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[str, dict[str, Any]]:
     """Finds a checkpoint and makes sure that it is whole and of this team.
 
@@ -121,18 +150,7 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
     Warns:
         when the run can go on, but with other prompts or other random numbers.
     """
-    if checkpoint is True:
-        output_dir = trainer.args.output_dir
-        found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        if found is None:
-            raise ValueError(
-                f"There is no checkpoint in {output_dir!r}. One is written every save_steps={trainer.args.save_steps} "
-                "updates, at the end of the round; an interrupted one does not count. Start without "
-                "resume_from_checkpoint."
-            )
-        checkpoint = found
-    if not os.path.isdir(checkpoint):
-        raise ValueError(f"{checkpoint!r} does not exist.")
+    checkpoint = find_checkpoint(checkpoint, trainer.args)
     path = os.path.join(checkpoint, TEAM_STATE)
     if not os.path.isfile(path):
         raise ValueError(f"{checkpoint!r} is not a whole checkpoint of HACPOTrainer: {TEAM_STATE} is missing.")

@@ -78,10 +78,12 @@ def find_origin(path: str | os.PathLike, args: HACPOConfig) -> Origin:
 
 
 def missing_folder(path: str) -> str | None:
-    """Why a path is a folder that is not there; None for a folder that is, and for what may be an id on the Hub.
+    """Why a path is no folder of a model; None for a folder that is there, and for what may be an id on the Hub.
 
     "out/a" could be either. Where a folder "out" is, and no such model in the cache of the Hub, it is the folder.
     """
+    if os.path.isfile(path):
+        return "is a file; give the folder that holds it"
     if os.path.exists(path):
         if os.path.isdir(path) and not any(_holds_model(path)):
             below = sorted(

@@ -154,6 +154,7 @@ def test_reward_functions_by_name(capsys, folder):
         (["--learning_rate", "inf"], "learning_rate=inf must be a finite number, e.g. 1e-06."),
         (["--config"], "which file? Give --config with a YAML file."),
         (["--config", "lost.yaml"], "--config lost.yaml: there is no such file."),
+        (["--resume_from_checkpoint", "o/checkpoint-8"], "The checkpoint 'o/checkpoint-8' does not exist."),
     ],
 )
 def test_options_that_are_wrong(capsys, options, message):

@@ -544,7 +544,12 @@ def test_the_script(agent_folders, additions_file, tmp_path):
         (["{m}", "--benchmarks", "{f}", "--before", "x", "y"], "one for each, or one for all"),
         (["{m}", "--benchmarks", "{f}", "--before", "x", "y.json"], "not both"),
         (["{m}", "--benchmarks", "{f}", "--before", "y.json"], "y.json: cannot be read"),
-        (["{d}/nothing", "--benchmarks", "{f}"], "cannot be loaded"),
+        (["{d}/nothing", "--benchmarks", "{f}"], "nothing: there is no such folder"),
+        (["{m}", "--benchmarks", "{f}", "--before", "{d}/nothing"], "nothing: there is no such folder"),
+        (["{m}/config.json", "--benchmarks", "{f}"], "config.json: is a file; give the folder"),
+        (["{m}", "--benchmarks", "gsm8k={f}l"], "there is no such file"),
+        (["{m}", "--benchmarks", "gsm8k", "--data_dir", "typo"], "typo: there is no such file or folder"),
+        (["{m}", "--benchmarks", "typo.jsonl"], "typo.jsonl: there is no such file"),
         (["{m}", "--benchmarks", "{f}", "--engine", "vllm"], "needs the package vllm"),
     ],
 )

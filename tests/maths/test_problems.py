@@ -161,6 +161,20 @@ def test_what_is_meant_to_be_a_file(source, local):
     assert is_local(source) is local
 
 
+def test_a_misspelt_file_is_not_sought_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("hacpo_trl.maths.problems.load_dataset", lambda *args, **kwargs: pytest.fail("the Hub"))
+    monkeypatch.chdir(tmp_path)
+    assert not is_local("data/train")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    for name in ("data/trian.jsonl", "data/train", "./data/tran.jsonl"):
+        with pytest.raises(ValueError, match=rf"{name}: there is no such file. Did you mean (./)?data/train.jsonl\?"):
+            load_problems(name)
+    with pytest.raises(ValueError, match=r"data/x: there is no such file. data holds train.jsonl."):
+        load_problems("data/x")
+    assert not is_local("openai/gsm8k") and is_local("a/b/c")
+
+
 def test_prompts():
     problems = [{"problem": "1 + 1?", "answer": "2"}]
     chat = to_prompts(problems, make_form("chat", system_prompt="Be brief.", instruction="Box it."))[0]
