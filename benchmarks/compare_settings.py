@@ -84,13 +84,34 @@ class Setting:
         about: what the agents have in common and what not.
         rounds: length of its runs.
         without: arms that are left out, because they change nothing or to keep the whole within some hours.
+        arms: the only ones that are run; empty for all.
     """
 
     agents: tuple[str, ...]
     about: str
     rounds: int = ROUNDS
     without: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()
 
+
+UNTIL_FLAT = 80
+"""Rounds after which GSPO alone has stopped rising."""
+_LONG_ARMS = (
+    *("gspo", "gspo-two-passes", "gspo-x2", "naive", "hacpo", "positive-wide"),
+    *(
+        "naive-merged",
+        "hacpo-merged",
+        "gap",
+        "gap-merged",
+        "gap-squared",
+        "graft",
+        "sgt",
+        "xgrpo",
+        "sapo",
+        "luffy",
+        "f-tis",
+    ),
+)
 
 SETTINGS: dict[str, Setting] = {
     "state": Setting(
@@ -127,6 +148,18 @@ SETTINGS: dict[str, Setting] = {
         + tuple("min-variance positive own-positive wide shuffled shared-length".split())
         + tuple("gspo-two-passes gspo-double-rate gspo-x2-double-rate hacpo-double-rate".split()),
     ),
+    "model-long": Setting(
+        ("llama", "olmo-early"),
+        "different architecture and tokenizer, until GSPO is flat",
+        rounds=UNTIL_FLAT,
+        arms=_LONG_ARMS,
+    ),
+    "skill-long": Setting(
+        ("llama-add", "olmo-sub"),
+        "each good where the other fails, until GSPO is flat",
+        rounds=UNTIL_FLAT,
+        arms=_LONG_ARMS,
+    ),
 }
 
 
@@ -153,6 +186,8 @@ class Arm:
     seeds: int = 3
     only: tuple[str, ...] = ()
 
+
+_LONG = ("model-long", "skill-long")
 
 ARMS: dict[str, Arm] = {
     "gspo": Arm("method", "GSPO", {"method": "gspo"}, alone=True, seeds=5),
@@ -237,10 +272,36 @@ ARMS: dict[str, Arm] = {
         },
         only=("four",),
     ),
+    "naive-merged": Arm(
+        "candidate",
+        "naive sharing, own and peers' responses in the same updates",
+        {"method": "naive", "rollout_order": "merged"},
+        only=_LONG,
+    ),
+    "hacpo-merged": Arm(
+        "candidate", "HACPO, own and peers' responses in the same updates", {"rollout_order": "merged"}, only=_LONG
+    ),
+    "gap": Arm("candidate", "gap sharing", {"method": "gap", "method_settings": {"power": 1.0}}, only=_LONG),
+    "gap-merged": Arm(
+        "candidate",
+        "gap sharing, own and peers' responses in the same updates",
+        {"method": "gap", "method_settings": {"power": 1.0}, "rollout_order": "merged"},
+        only=_LONG,
+    ),
+    "gap-squared": Arm(
+        "candidate", "gap sharing, the gap squared", {"method": "gap", "method_settings": {"power": 2.0}}, only=_LONG
+    ),
+    "graft": Arm("method", "GRAFT", {"method": "graft"}, only=_LONG),
+    "sgt": Arm("method", "SGT", {"method": "sgt"}, only=_LONG),
+    "xgrpo": Arm("method", "XGRPO (our reading)", {"method": "xgrpo"}, only=_LONG),
+    "sapo": Arm("method", "SAPO", {"method": "sapo"}, only=_LONG),
+    "luffy": Arm("method", "LUFFY", {"method": "luffy"}, only=_LONG),
+    "f-tis": Arm("method", "F-TIS (sequence form)", {"method": "f_tis"}, only=_LONG),
 }
 
 PAPER = {
     "method": "hacpo",
+    "method_settings": None,
     "baseline": "capability",
     "peer_advantages": "all",
     "length_normalization": "own",
@@ -270,8 +331,14 @@ def options_of(arm: str) -> dict[str, Any]:
 
 def arms_of(setting: str) -> list[str]:
     """The arms that are run in a setting."""
-    without = SETTINGS[setting].without
-    return [name for name, arm in ARMS.items() if name not in without and (not arm.only or setting in arm.only)]
+    entry = SETTINGS[setting]
+    return [
+        name
+        for name, arm in ARMS.items()
+        if name not in entry.without
+        and (not arm.only or setting in arm.only)
+        and (not entry.arms or name in entry.arms)
+    ]
 
 
 def rounds_of(setting: str, agents: tuple[str, ...]) -> int:

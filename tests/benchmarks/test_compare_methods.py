@@ -52,7 +52,8 @@ def test_every_arm_is_a_valid_configuration_and_the_main_ones_have_five_seeds(tm
         assert args.rows_per_round == 128 * ARMS[arm].times, arm
         passes = 2 if arm == "gspo-two-passes" else 1
         assert args.updates_per_round(1) == 2 * ARMS[arm].times * passes, arm
-        assert args.updates_per_round(2) == args.updates_per_round(1) * (1 if ARMS[arm].alone else 2), arm
+        assert args.updates_per_round(2) == args.updates_per_round(1) * args.updates_factor(2), arm
+        assert args.updates_factor(2) == 1 or not ARMS[arm].alone, arm
     assert all(ARMS[arm].seeds == 5 for arm in ("gspo", "gspo-x2", "hacpo"))
     assert all(ARMS[arm].seeds >= 3 for arm in ARMS)
 
