@@ -22,7 +22,7 @@ from hacpo_trl.memory import estimate
 from hacpo_trl.sampling.vllm_servers import serve
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WRITTEN_BY_A_BENCHMARK = {ROOT / "docs" / "results.md"}  # a link to it is fine before it is there
 THEIRS = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
 OWN = [f for f in dataclasses.fields(HACPOConfig) if f.name not in THEIRS or f.default != THEIRS[f.name]]
