@@ -88,6 +88,7 @@ def test_trl_makes_no_log_probability_pass_while_an_agent_samples(monkeypatch, a
 # Overrides of what TRL and transformers document
 PUBLIC = set(
     """train evaluate log save_model create_model_card init_hf_repo push_to_hub get_train_dataloader training_step
+    hyperparameter_search
     _tag_names _name _paper""".split()
 )
 PARENTS = GRPOTrainer.__mro__

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..evaluation.answers import PROMPT_FORMATS, evaluate_model, load_vllm, prompt_ids, resolve_settings
+from ..evaluation.answers import PROMPT_FORMATS, check_whole, evaluate_model, load_vllm, prompt_ids, resolve_settings
 from ..evaluation.scores import (
     FORMAT,
     EvaluationResult,
@@ -155,6 +155,10 @@ def run(options: argparse.Namespace) -> str:
     missing = {model: reason for model, reason in missing.items() if reason is not None}
     if missing:
         raise ValueError("\n".join(f"{model}: {reason}." for model, reason in missing.items()))
+    if options.engine == "vllm":
+        for model in (*options.models, *before):
+            if isinstance(model, str):
+                check_whole(model)
     problems = _load_problems(options)
     tokenizers = {m: _load(AutoTokenizer, m, options) for m in (*options.models, *before) if isinstance(m, str)}
     forms = _find_forms(names, tokenizers, before, options)

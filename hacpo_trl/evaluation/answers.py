@@ -7,7 +7,6 @@ several results side by side. The command line is `hacpo_trl.cli.evaluate`.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers.utils import find_adapter_config_file
 
 from ..maths.reward import MathVerifier, math_reward
 from ..sampling.vllm_client import plain_generation_config
@@ -265,6 +265,26 @@ def _same_text(golds: Sequence[str], texts: Sequence[str]) -> list[float]:
     return [0.0] * len(golds)
 
 
+def check_whole(model: str) -> None:
+    """Whether a vLLM engine can load a model.
+
+    Args:
+        model: Hub id or folder.
+
+    Raises:
+        ValueError: for an adapter.
+    """
+    try:
+        adapter = find_adapter_config_file(model)
+    except OSError:  # neither a folder nor an id; loading tells
+        return
+    if adapter is not None:
+        raise ValueError(
+            f"{model} is an adapter, and the engine 'vllm' takes whole models. Make one of it, "
+            f"hacpo_trl.merge_adapter({model!r}, {model.rstrip('/') + '-merged'!r}), or use the engine 'transformers'."
+        )
+
+
 def load_vllm(model: str, **kwargs: Any) -> Any:
     """Loads a model into a vLLM engine.
 
@@ -274,8 +294,9 @@ def load_vllm(model: str, **kwargs: Any) -> Any:
 
     Raises:
         ImportError: if vLLM is not installed.
-        ValueError: if the folder holds an adapter alone.
+        ValueError: see `check_whole`.
     """
+    check_whole(model)
     try:
         from vllm import LLM
     except ImportError as error:
@@ -283,11 +304,6 @@ def load_vllm(model: str, **kwargs: Any) -> Any:
             f"The engine 'vllm' needs the package vllm, which cannot be imported ({error}). Run pip install "
             "'vllm>=0.31,<0.32' 'transformers>=5.17,<5.18', or use the engine 'transformers'."
         ) from error
-    if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        raise ValueError(
-            f"{model} holds an adapter alone. Merge it first (hacpo_trl.merge_adapter) or use the engine "
-            "'transformers'."
-        )
     return LLM(model=model, **kwargs)
 
 

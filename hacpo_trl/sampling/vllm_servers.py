@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -106,7 +107,8 @@ def serve(
     process is killed (or the thread that started them ends).
 
     Args:
-        models: one per agent, as for `HACPOTrainer`.
+        models: one per agent, as for `HACPOTrainer`. The server of an adapter's folder starts with the adapter's base:
+            the trainer sends it the merged weights.
         ports: one per model, by default 8000, 8001, ...
         gpus: one per model, "0" or "0,1" (then the model is split over them); by default GPU 0 for the first, 1 for
             the second, ... Where CUDA_VISIBLE_DEVICES is set they are counted in it, as CUDA does.
@@ -122,7 +124,7 @@ def serve(
         The servers; their `url`s are what `vllm_server_urls` takes.
 
     Raises:
-        ValueError: for settings that do not fit together.
+        ValueError: for settings that do not fit together, and for an adapter without base.
         ServerError: when a server dies or does not answer in time; all others are stopped.
     """
     models = list(models)
@@ -130,6 +132,7 @@ def serve(
     gpus = [str(i) for i in range(len(models))] if gpus is None else [str(gpu) for gpu in gpus]
     _check(models, ports, gpus, host, extra)
     gpus = [_visible_gpus(gpu) for gpu in gpus]
+    served = [_whole_model(model) for model in models]
     folder = Path(tempfile.mkdtemp(prefix="hacpo_serve_") if log_dir is None else log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     servers: list[Server] = []
@@ -140,7 +143,7 @@ def serve(
     atexit.register(stop)  # for a generator that nobody closes
     try:
         for i, (model, port, gpu) in enumerate(zip(models, ports, gpus, strict=True)):
-            arguments = command(model, host, port, len(gpu.split(",")), seed + i, list(extra))
+            arguments = command(served[i], host, port, len(gpu.split(",")), seed + i, list(extra))
             servers.append(_start(model, arguments, f"http://{_reachable(host)}:{port}", gpu, folder / f"{port}.log"))
         _wait_until_ready(servers, timeout)
         yield servers
@@ -221,6 +224,26 @@ def _check(models: list[str], ports: list[int], gpus: list[str], host: str, extr
                 probe.bind((_reachable(host), port))
             except OSError as error:
                 raise ValueError(f"port {port} cannot be used: {error}. Is an older server still running?") from None
+
+
+def _whole_model(model: str) -> str:
+    """What a server can load: a model, or the base of an adapter."""
+    settings = Path(model, "adapter_config.json")
+    if not settings.is_file():
+        return model
+    base = json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base or (os.path.isabs(base) and not os.path.isdir(base)):
+        lacks = f"its base {base!r} is not there" if base else "its adapter_config.json names no base"
+        raise ValueError(
+            f"{model!r} is an adapter, but {lacks}. Write the base's id or folder into base_model_name_or_path of "
+            f"{settings}."
+        )
+    print(
+        f"{model} is an adapter: its server starts with its base, {base}, and gets the merged weights of the trainer. "
+        "To serve it without a trainer make a whole model of it: hacpo_trl.merge_adapter.",
+        flush=True,
+    )
+    return base
 
 
 def _visible_gpus(gpus: str) -> str:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..config import HACPOConfig
 from ..texts.prompts import read_form
@@ -198,17 +200,42 @@ def merge_adapter(folder: str, output_dir: str) -> None:
     """Merges a saved LoRA agent into its base: the result is a full model that needs no PEFT.
 
     Args:
-        folder: the agent's folder, as `HACPOTrainer.save_model` wrote it. Its base is loaded from where it came from.
-        output_dir: where the merged model and the tokenizer go.
+        folder: the agent's folder, as `HACPOTrainer.save_model` wrote it, or an adapter's id on the Hub. Its base is
+            loaded from where it came from. PEFT saves an adapter that is not called "default" into a folder of its
+            name inside; that is found, too.
+        output_dir: where the merged model and the tokenizer go. Without a tokenizer in the folder it is the base's.
+
+    Raises:
+        ValueError: for a folder without an adapter, or with several.
     """
     from peft import AutoPeftModelForCausalLM
 
-    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    adapter = _adapter_in(folder)
+    model = AutoPeftModelForCausalLM.from_pretrained(adapter)
+    base = model.peft_config["default"].base_model_name_or_path
     model.merge_and_unload().save_pretrained(output_dir)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(output_dir)
+    places = [place for place in (adapter, folder) if os.path.isfile(os.path.join(place, TOKENIZER_CONFIG_FILE))]
+    tokenizer = next(iter(places), base if os.path.isdir(folder) else folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(output_dir)
     form = read_form(folder)
     if form is not None:
         form.save(output_dir)
+
+
+def _adapter_in(folder: str) -> str:
+    """The folder of the adapter: itself, or the one inside that holds one."""
+
+    def is_one(path: str) -> bool:
+        return os.path.isfile(os.path.join(path, ADAPTER_CONFIG_NAME))
+
+    if not os.path.isdir(folder) or is_one(folder):
+        return folder
+    inside = sorted(entry.path for entry in os.scandir(folder) if is_one(entry.path))
+    if len(inside) == 1:
+        return inside[0]
+    if not inside:
+        raise ValueError(f"{folder!r} holds no adapter: there is no {ADAPTER_CONFIG_NAME} in it.")
+    raise ValueError(f"{folder!r} holds several adapters. Choose one of {', '.join(inside)}.")
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str, name: str) -> None:

@@ -294,6 +294,18 @@ class HACPOTrainer(TeamLog, TeamFiles):
             self.save_state()
         return metrics
 
+    def hyperparameter_search(self, *args, **kwargs):
+        """Not supported.
+
+        Raises:
+            ValueError: always, with what works instead.
+        """
+        raise ValueError(
+            "hyperparameter_search is not supported: it builds one model anew for every trial by model_init, and a "
+            "team has several. Build a HACPOTrainer from the models' paths for every trial, and compare "
+            "trainer.evaluate()['eval_reward'] after trainer.train()."
+        )
+
     def _write_run_file(self) -> None:
         """Who trains on what, for `hacpo report`."""
         if not self.args.should_save:

@@ -466,7 +466,8 @@ def test_vllm_is_refused_with_a_sentence(monkeypatch, tmp_path):
         load_vllm("model")
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=None))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="Merge it first"):
+    match = r"is an adapter.*hacpo_trl.merge_adapter\(.*-merged'\), or use the engine 'transformers'"
+    with pytest.raises(ValueError, match=match):
         load_vllm(str(tmp_path))
 
 

@@ -14,9 +14,10 @@ import torch
 pytest.importorskip("vllm", reason="run by make test-vllm")
 
 from cpu_vllm import SERVER_ARGUMENTS, sync_by_files
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from support.ports import free_ports
 from support.tiny_teams import all_weights, config, dataset, digit_reward
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacpo_trl import HACPOTrainer
 from hacpo_trl.playground import shipped_agent
@@ -29,9 +30,10 @@ NAMES = ["tiny-char", "tiny-bpe"]
 
 
 class Servers:
-    """One real server for each agent, each of which can be killed and started again."""
+    """One real server for each agent, each of which can be killed and started again. The second is an adapter's."""
 
-    def __init__(self):
+    def __init__(self, adapter):
+        self.models = [shipped_agent(NAMES[0]), adapter]
         self.ports = free_ports(len(NAMES))
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         self.stacks = [contextlib.ExitStack() for _ in NAMES]
@@ -40,7 +42,7 @@ class Servers:
     def start(self, *indices):
         """Starts some together; each can be stopped alone."""
         started = [
-            serve([shipped_agent(NAMES[i])], ports=[self.ports[i]], host="127.0.0.1", seed=i, extra=SERVER_ARGUMENTS)
+            serve([self.models[i]], ports=[self.ports[i]], host="127.0.0.1", seed=i, extra=SERVER_ARGUMENTS)
             for i in indices
         ]
         for i, server in zip(indices, started, strict=True):
@@ -56,9 +58,14 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers():
+def servers(tmp_path_factory):
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    result = Servers()
+    folder = str(tmp_path_factory.mktemp("adapter"))
+    base = AutoModelForCausalLM.from_pretrained(shipped_agent(NAMES[1]))
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(base, adapter).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shipped_agent(NAMES[1])).save_pretrained(folder)
+    result = Servers(folder)
     try:
         result.start(0, 1)
         yield result
@@ -66,7 +73,7 @@ def servers():
         result.stop()
 
 
-def make_team(servers, output_dir, reward_funcs=digit_reward, peft_configs=None, **changes):
+def make_team(servers, output_dir, reward_funcs=digit_reward, models=None, peft_configs=None, **changes):
     settings = {
         "use_vllm": True,
         "vllm_mode": "server",
@@ -77,7 +84,7 @@ def make_team(servers, output_dir, reward_funcs=digit_reward, peft_configs=None,
         **changes,
     }
     trainer = HACPOTrainer(
-        [shipped_agent(name) for name in NAMES],
+        models or [shipped_agent(name) for name in NAMES],
         reward_funcs,
         config(output_dir, **settings),
         dataset(),
@@ -97,8 +104,10 @@ def differences(trainer, name):
 @pytest.mark.parametrize("lora", [False, True])
 def test_samplers_run_the_learners_weights(servers, tmp_path, monkeypatch, lora):
     sync_by_files(monkeypatch)
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None
-    changes = {"peft_configs": adapters, "learning_rate": 1e-2} if lora else {}
+    changes = {}
+    if lora:  # a new adapter, and one that goes on
+        adapters = [LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), None]
+        changes = {"models": servers.models, "peft_configs": adapters, "learning_rate": 1e-2}
     trainer = make_team(servers, tmp_path, **changes)
     info = trainer.vllm_generation.vllm_client.get_server_info()
     assert server_instance(info) is not None and "_api_process_count" in info["parallel_config"]

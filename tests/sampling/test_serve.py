@@ -77,6 +77,29 @@ def test_all_answer_inside_the_block_and_none_is_left_after_it(models, tmp_path)
     assert ends(pids)
 
 
+def test_the_server_of_an_adapter_starts_with_its_base(models, tmp_path, capsys):
+    def adapter(**settings):
+        folder = tmp_path / "adapter"
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        return str(folder)
+
+    given = [adapter(base_model_name_or_path=models[0])]
+    Path(models[0]).mkdir()
+    with serve(given, ports=free_ports(1), host="127.0.0.1", command=stand_in()) as servers:
+        with urllib.request.urlopen(f"{servers[0].url}/health") as response:
+            assert json.load(response)["model"] == models[0]
+        assert servers[0].model == given[0]
+    said = capsys.readouterr().out
+    assert (
+        f"{given[0]} is an adapter: its server starts with its base, {models[0]}" in said and "merge_adapter" in said
+    )
+    for base, message in ((None, "names no base"), ("/gone/base", "its base '/gone/base' is not there")):
+        with pytest.raises(ValueError, match=f"adapter' is an adapter, but .*{message}"):
+            with serve([adapter(base_model_name_or_path=base)], ports=free_ports(1), command=stand_in()):
+                pytest.fail("it started")
+
+
 def test_an_error_in_the_block_stops_the_servers(models):
     with pytest.raises(ZeroDivisionError):
         with serve(models, ports=free_ports(2), host="127.0.0.1", command=answering()) as servers:

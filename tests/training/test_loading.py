@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.tiny_teams import all_weights, config, dataset, digit_reward, team,
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hacpo_trl import HACPOTrainer, merge_adapter
+from hacpo_trl.cli import evaluate
 from hacpo_trl.cli.train import main
 from hacpo_trl.reporting.round_progress import RoundProgress
 from hacpo_trl.training.loading import changes_base
@@ -270,6 +272,47 @@ def test_an_adapter_of_another_name_trains_and_is_saved_like_any(agent_folders, 
     model.add_adapter("other", lora())
     with pytest.raises(ValueError, match="'a' has the adapters mine, other"):
         of_objects([model], agent_folders, config(tmp_path))
+
+
+def test_an_adapter_that_peft_saved_under_a_name_is_merged(agent_folders, adapters, tmp_path):
+    merge_adapter(adapters["a"], str(tmp_path / "merged"))
+    model = PeftModel.from_pretrained(load(agent_folders), adapters["a"], adapter_name="mine")
+    model.save_pretrained(tmp_path / "saved")  # into saved/mine, without a tokenizer
+    assert not (tmp_path / "saved" / "adapter_config.json").exists()
+    for folder in ("saved", "saved/mine"):
+        merge_adapter(str(tmp_path / folder), str(tmp_path / "again"))
+        merged, again = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("merged", "again"))
+        assert torch.equal(weights(merged), weights(again))
+        text = "12 + 34"
+        ids = [
+            AutoTokenizer.from_pretrained(f)(text)["input_ids"] for f in (tmp_path / "again", agent_folders["char"])
+        ]
+        assert ids[0] == ids[1]
+    model.add_adapter("other", lora())
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="holds several adapters. Choose one of .*saved/mine, .*saved/other"):
+        merge_adapter(str(tmp_path / "saved"), str(tmp_path / "no"))
+    with pytest.raises(ValueError, match="holds no adapter: there is no adapter_config.json in it"):
+        merge_adapter(str(agent_folders["char"]), str(tmp_path / "no"))
+
+
+def test_an_adapter_is_evaluated_as_the_merged_model(adapters, tmp_path, monkeypatch):
+    (tmp_path / "sums.jsonl").write_text("\n".join(f'{{"problem": "1{i} + 2", "answer": "1"}}' for i in range(6)))
+    merge_adapter(adapters["a"], str(tmp_path / "merged"))
+    options = ["--benchmarks", str(tmp_path / "sums.jsonl"), "--output_dir", str(tmp_path / "e"), "--device", "cpu"]
+    base = json.loads(Path(adapters["a"], "adapter_config.json").read_text())["base_model_name_or_path"]
+    evaluate.main([adapters["a"], str(tmp_path / "merged"), base, "--max_new_tokens", "12", *options])
+    answers = [
+        [row["samples"] for row in json.loads((tmp_path / "e" / entry["file"]).read_text())["problems"]]
+        for entry in json.loads((tmp_path / "e" / "results.json").read_text())["results"]
+    ]
+    assert answers[0] == answers[1] != answers[2]
+    monkeypatch.setattr(evaluate, "_load_problems", lambda _: pytest.fail("the refusal comes first"))
+    for models in ([base, adapters["a"]], [base, "--before", adapters["a"]]):
+        with pytest.raises(
+            SystemExit, match="a is an adapter, and the engine 'vllm' takes whole models.*merge_adapter"
+        ):
+            evaluate.main([*models, "--engine", "vllm", *options])
 
 
 def test_an_adapter_on_an_adapter_and_one_without_base(agent_folders, adapters, tmp_path):

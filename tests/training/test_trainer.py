@@ -169,6 +169,14 @@ def test_the_baselines_share_nothing(agent_folders, tmp_path, method):
     )
 
 
+def test_a_search_for_settings_is_refused():
+    match = (
+        "hyperparameter_search is not supported.*HACPOTrainer from the models' paths for every trial.*'eval_reward'"
+    )
+    with pytest.raises(ValueError, match=match):
+        HACPOTrainer.hyperparameter_search(None, n_trials=2)
+
+
 def test_settings_of_single_agents(agent_folders, tmp_path):
     overrides = {"bpe": {"learning_rate": 1e-9, "max_grad_norm": 1e-3, "lr_scheduler_type": "linear", "beta": 0.0}}
     trainer = team(agent_folders, PAIR, config(tmp_path, agent_overrides=overrides, beta=0.1, skip_idle_updates=False))
