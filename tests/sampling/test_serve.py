@@ -86,7 +86,7 @@ def test_the_server_of_an_adapter_starts_with_its_base(models, tmp_path, capsys)
 
     given = [adapter(base_model_name_or_path=models[0])]
     Path(models[0]).mkdir()
-    with serve(given, ports=free_ports(1), host="127.0.0.1", command=stand_in()) as servers:
+    with serve(given, ports=free_ports(1), host="127.0.0.1", command=answering()) as servers:
         with urllib.request.urlopen(f"{servers[0].url}/health") as response:
             assert json.load(response)["model"] == models[0]
         assert servers[0].model == given[0]
@@ -96,7 +96,7 @@ def test_the_server_of_an_adapter_starts_with_its_base(models, tmp_path, capsys)
     )
     for base, message in ((None, "names no base"), ("/gone/base", "its base '/gone/base' is not there")):
         with pytest.raises(ValueError, match=f"adapter' is an adapter, but .*{message}"):
-            with serve([adapter(base_model_name_or_path=base)], ports=free_ports(1), command=stand_in()):
+            with serve([adapter(base_model_name_or_path=base)], ports=free_ports(1), command=answering()):
                 pytest.fail("it started")
 
 
