@@ -59,7 +59,10 @@ def children(servers):
 
 @pytest.fixture
 def models(tmp_path):
-    return [str(tmp_path / "a"), str(tmp_path / "b")]
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    return list(map(str, folders))
 
 
 def test_all_answer_inside_the_block_and_none_is_left_after_it(models, tmp_path):
@@ -85,7 +88,6 @@ def test_the_server_of_an_adapter_starts_with_its_base(models, tmp_path, capsys)
         return str(folder)
 
     given = [adapter(base_model_name_or_path=models[0])]
-    Path(models[0]).mkdir()
     with serve(given, ports=free_ports(1), host="127.0.0.1", command=answering()) as servers:
         with urllib.request.urlopen(f"{servers[0].url}/health") as response:
             assert json.load(response)["model"] == models[0]
