@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import all_weights, config, team
+from support.tiny_teams import all_weights, config, team
 
 from hacpo_trl.methods import METHODS, FTis, Gap, Graft, Grpo, Hacpo, Luffy, Method, Pool, Rows, Sapo, Sgt, Xgrpo
 from hacpo_trl.methods.base import Counts

@@ -462,7 +462,6 @@ class HACPOAgent(FSDPAgent):
                     self._end_id,
                     self.max_completion_length,
                 )
-                shares[j, "coefficient"] = (weights[j] * taken[j]).sum().item() / max(int(taken[j].sum()), 1)
                 shares[j, "truncated"] = sum(encoded.overflowing) / len(rollout)
                 shares[j, "unreadable"] = sum(encoded.unreadable) / len(rollout)
                 rows = peer_rows(
@@ -508,16 +507,16 @@ class HACPOAgent(FSDPAgent):
         self.reshard()
         ratio = torch.tensor([ratios.get(id(row), 1.0) for row in rows])
         factors = self.method.admit(ratio, torch.tensor([row.advantage for row in rows]))
-        shares: Shares = {}
         for row, factor in zip(rows, factors.tolist(), strict=True):
             row.weight *= factor
         self._peer_rows = [row for row in rows if row.weight != 0.0]
-        for j in range(self.num_agents):
-            if j != self.agent_index:
-                offered = sum(row.source == j for row in rows)
-                shares[j, "admitted"] = sum(row.source == j for row in self._peer_rows) / max(offered, 1)
+        sources = [j for j in range(self.num_agents) if j != self.agent_index]
+        counts = self._mean(
+            {(j, what): float(sum(row.source == j for row in some))
+             for j in sources for what, some in (("offered", rows), ("admitted", self._peer_rows))}
+        )  # fmt: skip
         self.timings["updating"] += time.perf_counter() - started
-        return self._mean(shares)
+        return {(j, "admitted"): counts[j, "admitted"] / (counts[j, "offered"] or 1.0) for j in sources}
 
     def plan_updates(self) -> None:
         """Plans this agent's updates of the round."""

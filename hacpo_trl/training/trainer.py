@@ -435,10 +435,13 @@ class HACPOTrainer(TeamLog, TeamFiles):
         shares = []
         for k, agent in enumerate(self.agents):
             agent.open_round()
-            shares.append(agent.begin_round(rollouts, *(part[k][:, here] for part in (advantages, weights, taken))))
-            if self.method.selects:
-                mean = taken[k].double().mean(1).tolist()
-                shares[k].update({(j, "taken"): mean[j] for j in range(self.num_agents) if j != k})
+            found = agent.begin_round(rollouts, *(part[k][:, here] for part in (advantages, weights, taken)))
+            for j in (j for j in range(self.num_agents) if j != k and self.method.trains_on_peers):
+                if taken[k, j].any():
+                    found[j, "coefficient"] = weights[k, j][taken[k, j]].mean().item()
+                if self.method.selects:
+                    found[j, "taken"] = taken[k, j].double().mean().item()
+            shares.append(found)
         if self.method.views_peers:
             self._measure()
             for agent, found in zip(self.agents, shares, strict=True):

@@ -55,6 +55,16 @@ def test_a_resumed_run_ends_at_the_same_bits(agent_folders, whole_run, tmp_path)
         assert [a.state.global_step for a in resumed.agents] == [20, 20]
 
 
+@pytest.mark.parametrize("method", ["graft", "sapo"])
+def test_a_resumed_run_of_a_method_that_draws_ends_at_the_same_bits(agent_folders, tmp_path, method):
+    changes = {"method": method, "num_generations": 2, "max_rounds": 4, "save_steps": 4, "rows": 12}
+    whole = run(agent_folders, tmp_path / "whole", **changes)
+    (checkpoint,) = (tmp_path / "whole").glob("checkpoint-4")
+    resumed = run(agent_folders, tmp_path / "resumed", resume=str(checkpoint), **changes)
+    for a, b in zip(all_weights(whole), all_weights(resumed), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_resuming_at_the_end_of_an_epoch(agent_folders, tmp_path):
     """3 rounds an epoch: the checkpoint behind round 3 is between two epochs."""
     whole = run(agent_folders, tmp_path / "a", save_steps=12, max_rounds=6)

@@ -122,6 +122,18 @@ def test_two_processes_equal_one(agent_folders, tmp_path, single, kind):
         pandas.testing.assert_frame_equal(ours, theirs, check_exact=False, atol=1e-5)
 
 
+@pytest.mark.parametrize(("method", "settings"), [("graft", {"floor": 0.0, "balance": False}), ("sgt", {})])
+def test_methods_that_count_tokens_or_peers_over_the_processes(agent_folders, tmp_path, method, settings):
+    """Denominators are of the whole update, whoever holds its rows; a process may have none of them."""
+    changes = {"config": {"method": method, "method_settings": settings, "agent_overrides": None}}
+    expected, expected_report = run(tmp_path / "one", agent_folders, 1, **changes)
+    weights, report = run(tmp_path / "two", agent_folders, 2, **changes)
+    assert_same(expected, weights, atol=2e-5)
+    assert_same_history(expected_report, report)
+    taken = [entry[key] for entry in report["history"] for key in entry if key.endswith("/taken")]
+    assert max(taken) > 0
+
+
 def test_sleeping_agents_under_ddp(agent_folders, tmp_path, single):
     """Gradients lie in DDP's buckets and nowhere else, and those of an agent that sleeps are not on the device."""
     settings = {"offload_inactive_agents": True, "gradient_checkpointing": True}
