@@ -1,11 +1,12 @@
 """What the updates of a round cost: seconds and tokens, with and without what saves them, and beside GRPOTrainer.
 
-    python benchmarks/update_cost.py --out results                 # about 15 minutes on an idle machine
+    python benchmarks/update_cost.py --out results                 # most of it is the team "25M"
     python benchmarks/update_cost.py --out results --quick         # seconds: one small team, one round
 
 All arms of a team start from the same weights and see the same prompts; they run in turn, so that a drifting machine
-speed hits all. "Updates" is the time of everything behind sampling and grading: the passes for log-probabilities that
-ratios compare with, screening, and the updates themselves. Tokens are those that pass through the model outside of
+speed hits all. "Updates" is the time of everything but sampling and grading: the passes for log-probabilities that
+ratios compare with, screening, and the updates themselves. Seconds are those of the processor (one thread), so that
+other work on the machine does not count. Tokens are those that pass through the model outside of
 sampling, with their padding. An older release can be measured by the same script, with PYTHONPATH set to its folder:
 settings that it does not have are left out.
 """
@@ -121,12 +122,14 @@ def hacpo(paths: list[str], arm: str, common: dict, rounds: int, out: str) -> di
     args = HACPOConfig(out, max_rounds=rounds, beta=0.001, **changes, **common)
     trainer = HACPOTrainer(paths, reward, args, prompts(common, rounds))
     trainer.remove_callback(RoundProgress)
-    tokens = Tokens()
+    tokens, spent = Tokens(), [0.0]
     for agent in trainer.agents:
         tokens.watch(agent.model)
+        for name in ("_generate", "_calculate_rewards"):
+            setattr(agent, name, _timed(getattr(agent, name), spent))
+    started = time.process_time()
     trainer.train()
-    seconds = sum(agent.timings["updating"] for agent in trainer.agents)
-    return {"seconds": seconds, **tokens.seen}
+    return {"seconds": time.process_time() - started - spent[0], **tokens.seen}
 
 
 def grpo(paths: list[str], common: dict, rounds: int, out: str) -> dict[str, float]:
@@ -144,9 +147,9 @@ def grpo(paths: list[str], common: dict, rounds: int, out: str) -> dict[str, flo
         tokens.watch(trainer.model)
         for name in ("_generate", "_calculate_rewards"):
             setattr(trainer, name, _timed(getattr(trainer, name), spent))
-        started = time.perf_counter()
+        started = time.process_time()
         trainer.train()
-        total["seconds"] += time.perf_counter() - started - spent[0]
+        total["seconds"] += time.process_time() - started - spent[0]
         for name, value in tokens.seen.items():
             total[name] += value
     return total
@@ -154,11 +157,11 @@ def grpo(paths: list[str], common: dict, rounds: int, out: str) -> dict[str, flo
 
 def _timed(function, spent: list[float]):
     def call(*args, **kwargs):
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             return function(*args, **kwargs)
         finally:
-            spent[0] += time.perf_counter() - started
+            spent[0] += time.process_time() - started
 
     return call
 
