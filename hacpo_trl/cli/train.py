@@ -28,6 +28,7 @@ from ..texts.prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_n
 from ..training.arguments import (
     check_dataset,
     check_models,
+    check_offload,
     load_config,
     load_tokenizers,
     numbered,
@@ -416,7 +417,10 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     task = _task(script, args, model_args, of_hub=False)
     names, configs, count = task.names, task.configs, len(task.names)
     adapters = [get_peft_config(model_args)] * count
-    check_fsdp(configs, adapters, [get_quantization_config(model_args)] * count)
+    quantizations = [get_quantization_config(model_args)] * count
+    check_fsdp(configs, adapters, quantizations)
+    if args.offload_inactive_agents:
+        check_offload(configs, quantizations)
     repositories = check_sharing(script.models, names, args, configs, adapters)
 
     processes = args.world_size

@@ -54,17 +54,17 @@ def check_fsdp(
             f"FSDP of {which} is not supported, version 2 is: set fsdp_version: 2 in accelerate's file (see "
             f"{_EXAMPLE}), FSDP_VERSION=2 in the environment, or fsdp=True and fsdp_config={{'version': 2}}."
         )
+    if args.offload_inactive_agents:
+        raise ValueError(
+            "offload_inactive_agents=True does not work with FSDP, whose shards cannot be parked. Use ZeRO-3 "
+            "(examples/configs/zero3.yaml), or leave the setting off."
+        )
     kind = args.distributed_state.distributed_type
     if kind in (DistributedType.NO, DistributedType.MULTI_CPU):
         where = "this process was started without a launcher" if kind == DistributedType.NO else "these run on CPUs"
         raise ValueError(
             f"FSDP shards over processes with a GPU each, and {where}: accelerate would not shard anything. Start "
             f"with accelerate launch --config_file {_EXAMPLE} ..., or leave FSDP off."
-        )
-    if args.offload_inactive_agents:
-        raise ValueError(
-            "offload_inactive_agents=True does not work with FSDP, whose shards cannot be parked. Use ZeRO-3 "
-            "(examples/configs/zero3.yaml), or leave the setting off."
         )
     if any(quantization is not None for quantization in quantizations):
         raise ValueError(

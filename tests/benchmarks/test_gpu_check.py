@@ -28,8 +28,10 @@ def results(check, tmp_path, *names):
 
 
 def test_in_one_process(check, tmp_path):
-    figures = results(check, tmp_path, "playground", "float32", "memory", "speed")
+    figures = results(check, tmp_path, "playground", "float32", "bfloat16", "memory", "speed")
     assert figures["float32"]["difference"] <= 1e-5
+    rounded = figures["bfloat16"]
+    assert 0 < rounded["difference_over_movement"] < 0.05 and rounded["clipped_at_first_update"] == [0.0, 0.0]
     memory = figures["memory"]
     assert memory["awake_states_GiB"] == pytest.approx(memory["awake_states_planned_GiB"], rel=0.01)
     assert memory["asleep_states_GiB"] < 0.8 * memory["awake_states_GiB"]
@@ -45,6 +47,9 @@ def test_a_failure_is_told_and_the_next_check_runs(check, tmp_path, monkeypatch,
     def broken(folder, small):
         raise ValueError("this one is broken")
 
+    def wrong(folder, small):
+        raise check.Failed("the figures are wrong", {"seconds": 3.0})
+
     def endless(folder, small):
         while True:
             time.sleep(0.01)
@@ -53,15 +58,23 @@ def test_a_failure_is_told_and_the_next_check_runs(check, tmp_path, monkeypatch,
         return {"refused": "ValueError: FSDP is not supported"}
 
     checks = {"broken": (broken, 1), "refused": (refused, 1), "endless": (endless, 1), "late": (refused, 1)}
+    checks = {"wrong": (wrong, 1), **checks}
     monkeypatch.setattr(check, "CHECKS", checks)
     out = tmp_path / "results.json"
     assert check.run(list(checks), 5, True, str(out)) == 1
     written = {name: result["status"] for name, result in json.loads(out.read_text())["checks"].items()}
-    assert written == {"broken": "failed", "refused": "refused", "endless": "failed", "late": "not run"}
+    assert written == {
+        "wrong": "failed",
+        "broken": "failed",
+        "refused": "refused",
+        "endless": "failed",
+        "late": "not run",
+    }
     told = capsys.readouterr().out
+    assert "Failed: the figures are wrong, seconds 3" in told
     assert "broken: failed" in told and "ValueError: this one is broken" in told
     assert "endless: failed" in told and "TimeoutError" in told and "late: not run" in told
-    assert "1 refused, 2 failed, 1 not run" in told
+    assert "1 refused, 3 failed, 1 not run" in told
 
 
 def test_checks_fit_into_their_time(check):

@@ -78,12 +78,25 @@ def test_nothing_to_evaluate_on(capsys, nothing_loaded):
             "--eval_dataset_file lost.csv --eval_strategy steps --eval_steps 4".split(),
             "lost.csv: there is no such file.",
         ),
+        (
+            "ok.jsonl",
+            ["--offload_inactive_agents", "true", "--load_in_8bit", "true"],
+            "offload_inactive_agents=True cannot move quantized weights.",
+        ),
         ("ok.jsonl", ["--max_completion_length", "0"], "max_completion_length=0 must be a whole number, at least 1."),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_refuses(capsys, dataset, options, message, dry):
     found = said(capsys, *options, *dry, dataset=dataset)
     assert found.startswith(message) and "Traceback" not in found
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["run", "dry run"])
+def test_sleeping_agents_are_refused_with_fsdp(capsys, monkeypatch, dry):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    found = said(capsys, "--offload_inactive_agents", "true", *dry)
+    assert found.startswith("offload_inactive_agents=True does not work with FSDP, whose shards cannot be parked.")
 
 
 def test_a_dry_run_tells_what_it_has_not_looked_at(capsys):
