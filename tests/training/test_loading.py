@@ -9,11 +9,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from support.tiny_teams import all_weights, config, dataset, digit_reward, team, weights
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hacpo_trl import HACPOTrainer, merge_adapter
 from hacpo_trl.cli import evaluate
 from hacpo_trl.cli.train import main
+from hacpo_trl.playground import save_agent
 from hacpo_trl.reporting.round_progress import RoundProgress
 from hacpo_trl.training.loading import changes_base
 
@@ -95,11 +96,15 @@ def test_agents_whose_weights_lie_in_the_same_memory_are_refused(agent_folders, 
         of_objects([full, adapted], agent_folders, config(tmp_path))
 
 
-@pytest.mark.parametrize("changes", [{"bias": "all"}, {"init_lora_weights": "pissa"}])
+@pytest.mark.parametrize("changes", [{"bias": "all"}, {"bias": "lora_only"}, {"init_lora_weights": "pissa"}])
 def test_adapters_that_change_the_base_do_not_share_it(agent_folders, tmp_path, changes):
     """Each agent trains as it does beside agents of another folder."""
-    folders = {name: agent_folders["mini"] for name in ("a", "b")}
-    apart = {**folders, "b": str(shutil.copytree(agent_folders["mini"], tmp_path / "copy"))}
+    settings = AutoConfig.from_pretrained(agent_folders["char"], attention_bias=True)
+    model = AutoModelForCausalLM.from_config(settings)  # with biases beside its adapters
+    model.load_state_dict(load(agent_folders).state_dict(), strict=False)
+    base = save_agent(model, AutoTokenizer.from_pretrained(agent_folders["char"]), tmp_path / "base")
+    folders = {"a": base, "b": base}
+    apart = {**folders, "b": str(shutil.copytree(base, tmp_path / "copy"))}
 
     def train(folders, output_dir):
         trainer = HACPOTrainer(
@@ -112,9 +117,14 @@ def test_adapters_that_change_the_base_do_not_share_it(agent_folders, tmp_path, 
         )
         trainer.remove_callback(RoundProgress)
         trainer.train()
+        for agent in trainer.agents:
+            biases = [p for name, p in agent.model.named_parameters() if name.endswith("q_proj.base_layer.bias")]
+            assert biases and all(bias.any() == ("bias" in changes) for bias in biases)  # they began as 0
         return all_weights(trainer)
 
-    for one, other in zip(train(folders, tmp_path / "1"), train(apart, tmp_path / "2"), strict=True):
+    together = train(folders, tmp_path / "1")
+    assert not torch.equal(*together)
+    for one, other in zip(together, train(apart, tmp_path / "2"), strict=True):
         assert torch.equal(one, other)
 
 
