@@ -5,8 +5,8 @@
 
 Agents are asked in the form in which they were trained (hacpo_prompt.json in their folder), and so are the models
 before them, unless options say otherwise. Every result is a JSON file in --output_dir, with all answers; `results.md`
-there holds the table and `results.json` an overview. A result that is there already, of the same model, problems and
-settings, is used again.
+there holds the table and `results.json` an overview. A result that is there already, of the same model, problems,
+settings and reward functions, is used again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,17 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer.utils import is_async_callable
 
-from ..evaluation.answers import PROMPT_FORMATS, check_whole, evaluate_model, load_vllm, prompt_ids, resolve_settings
+from ..evaluation.answers import (
+    PROMPT_FORMATS,
+    check_problems,
+    check_whole,
+    evaluate_model,
+    judged_by,
+    load_vllm,
+    resolve_settings,
+)
 from ..evaluation.scores import (
     FORMAT,
     EvaluationResult,
@@ -38,6 +47,7 @@ from ..evaluation.scores import (
 )
 from ..maths.benchmarks import BENCHMARKS
 from ..maths.problems import load_problems, missing_file
+from ..maths.reward import load_reward, math_reward, weighted_sum
 from ..texts.prompts import INSTRUCTION, PROMPT_FILE, PromptForm, make_form, read_form, with_newlines
 from ..training.loading import missing_folder
 from .console import end_interrupted, show_slow_bars_only
@@ -87,6 +97,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--system_prompt", help="first message of the chat, or first line of the text (default: as trained)")
     add("--chat_template_kwargs", help="JSON, such as '{\"enable_thinking\": false}' (default: as trained)")
     add("--stop", nargs="*", help="texts that end a response (default: as trained; plain prompts: '\\nProblem:')")
+    add(
+        "--reward_funcs",
+        nargs="+",
+        default=["math_reward"],
+        help="what judges, as in training: math_reward, number_reward, module.function or file.py:function; a sum "
+        "above 0 is right (default: math_reward)",
+    )
+    add("--reward_weights", nargs="+", type=float, help="one for each of the reward functions")
     add("--engine", default="transformers", choices=("transformers", "vllm"))
     add("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on a GPU that has it, else float32")
     add("--device", help="such as cuda:1 (default: the GPU if there is one); not for vllm")
@@ -150,6 +168,13 @@ def run(options: argparse.Namespace) -> str:
     options = argparse.Namespace(
         **{**vars(options), "chat_template_kwargs": template_kwargs, "engine_kwargs": engine_kwargs}
     )
+    rewards = [load_reward(name) for name in options.reward_funcs]
+    if options.reward_weights is not None and len(options.reward_weights) != len(rewards):
+        raise ValueError(
+            f"--reward_weights has {len(options.reward_weights)} numbers for {len(rewards)} reward functions; give "
+            "one for each."
+        )
+    options.rewards = rewards
     before = _read_before(options, names)
     missing = {model: missing_folder(model) for model in (*options.models, *before) if isinstance(model, str)}
     missing = {model: reason for model, reason in missing.items() if reason is not None}
@@ -328,6 +353,9 @@ def _evaluate(
     """A model's results on all benchmarks; the model is loaded only if one of them is missing."""
     identity = {"engine": options.engine, "dtype": options.dtype, "model": _fingerprint(source)}
     identity |= {"engine_kwargs": options.engine_kwargs, "chat_template": tokenizer.chat_template}
+    judge = judged_by(options.rewards, options.reward_weights)
+    usual = options.rewards == [math_reward] and options.reward_weights is None
+    others = [] if usual else [judge["reward"]]
     plan = []  # all settings are checked before the first answer
     for benchmark, (rows, samples) in problems.items():
         asked = {
@@ -339,18 +367,20 @@ def _evaluate(
             **form.settings(),
         }
         try:
-            key = _digest([identity, resolve_settings(tokenizer, **asked), rows, FORMAT])
-            prompt_ids(tokenizer, rows, form)
+            key = _digest([identity, resolve_settings(tokenizer, **asked), rows, FORMAT, *others])
+            check_problems(tokenizer, rows, form, model_name=name, benchmark=benchmark)
         except ValueError as error:
             raise ValueError(f"{name}, {benchmark}: {error}") from None
         plan.append((benchmark, rows, asked, key))
 
     results: list[tuple[EvaluationResult, Path]] = []
+    # Such as it is, `MathVerifier` also tells which answers are equal
+    alone = options.reward_weights is None and len(options.rewards) == 1 and not is_async_callable(options.rewards[0])
     model = None
     for benchmark, rows, asked, key in plan:
         safe = re.sub(r"[^\w.-]+", "_", f"{name}--{benchmark}")
         path = Path(options.output_dir) / f"{safe}--{key[:10]}.json"
-        result = None if options.overwrite else _reuse(path, key)
+        result = None if options.overwrite else _reuse(path, key, judge["rules"])
         if result is None:
             if model is None:
                 model = _load_model(source, options)
@@ -362,10 +392,11 @@ def _evaluate(
                 model_name=name,
                 benchmark=benchmark,
                 progress=not options.no_progress,
+                verifier=options.rewards[0] if alone else weighted_sum(options.rewards, options.reward_weights),
                 **asked,
             )
             result.key = key
-            result.settings |= {"engine": options.engine, "dtype": options.dtype, "model": source}
+            result.settings |= judge | {"engine": options.engine, "dtype": options.dtype, "model": source}
             result.save(path)
             done = f"{result.seconds:.0f} s"
         else:
@@ -381,7 +412,7 @@ def _evaluate(
     return results
 
 
-def _reuse(path: Path, key: str) -> EvaluationResult | None:
+def _reuse(path: Path, key: str, rules: str) -> EvaluationResult | None:
     """The result in a file, if it is the one that is asked for."""
     if not path.is_file():
         return None
@@ -390,7 +421,12 @@ def _reuse(path: Path, key: str) -> EvaluationResult | None:
     except ValueError as error:
         print(f"{error} It is evaluated again.")
         return None
-    return result if result.key == key else None
+    if result.key != key:
+        return None
+    if result.settings.get("rules") != rules:
+        print(f"{path} was judged by other rules: the reward function has changed since. It is evaluated again.")
+        return None
+    return result
 
 
 def _digest(value: Any) -> str:

@@ -16,9 +16,11 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.utils import find_adapter_config_file
+from trl.trainer.utils import get_callable_name
 
-from ..maths.reward import MathVerifier, math_reward
+from ..maths.reward import MathVerifier, check_columns, math_reward, rules_of
 from ..sampling.vllm_client import plain_generation_config
+from ..texts.prompt_check import PromptChecker, Reader
 from ..texts.prompts import INSTRUCTION, PromptForm, form_of_settings, make_form
 from ..texts.stops import StopAtTexts, before_stop, cut_at_stop
 from .scores import EvaluationResult, group_answers
@@ -108,6 +110,44 @@ def resolve_settings(
     }
 
 
+def check_problems(
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[dict[str, Any]],
+    form: PromptForm,
+    *,
+    model_name: str,
+    benchmark: str,
+    positions: int | None = None,
+) -> None:
+    """Refuses what a model cannot be asked, before it answers anything.
+
+    Args:
+        tokenizer: the model's.
+        problems: rows with "problem" and the columns for the reward function.
+        form: how they become prompts.
+        model_name: for messages.
+        benchmark: for messages.
+        positions: the longest text that the model reads, in tokens, or None.
+
+    Raises:
+        ValueError: naming the row and the model, see `PromptChecker`; for a column with a name that reward functions
+            know as something else.
+    """
+    check_columns((column for column in problems[0] if column != "prompt"), benchmark)
+    reader = Reader(model_name, tokenizer, form.chat_template_kwargs, positions or None)
+    PromptChecker(benchmark, [reader]).fitting(_render_all(problems, form), 0)
+
+
+def _render_all(problems: Sequence[dict[str, Any]], form: PromptForm) -> list[Any]:
+    prompts = []
+    for i, row in enumerate(problems):
+        try:
+            prompts.append(form.render(row["problem"]))
+        except ValueError as error:
+            raise ValueError(f"Problem {i}: {error}") from None
+    return prompts
+
+
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, problems: Sequence[dict[str, Any]], form: PromptForm
 ) -> list[list[int]]:
@@ -121,12 +161,7 @@ def prompt_ids(
     Raises:
         ValueError: for a problem that does not fit the form, naming it.
     """
-    prompts = []
-    for i, row in enumerate(problems):
-        try:
-            prompts.append(form.render(row["problem"]))
-        except ValueError as error:
-            raise ValueError(f"Problem {i}: {error}") from None
+    prompts = _render_all(problems, form)
     if form.prompt_format == "plain":
         return tokenizer(prompts)["input_ids"]
     texts = [
@@ -260,6 +295,21 @@ def _grade(
     return numbers, [str(answer) for answer in extra.get("parsed_answer", [""] * len(rows))]
 
 
+def judged_by(functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> dict[str, str]:
+    """What judged a result, as a part of its settings.
+
+    Args:
+        functions: reward functions.
+        weights: see `weighted_sum`.
+
+    Returns:
+        "reward", their names and weights as a person reads them, and "rules", see `rules_of`.
+    """
+    factors = [""] * len(functions) if weights is None else [f"{weight:g} x " for weight in weights]
+    parts = [factor + get_callable_name(function) for factor, function in zip(factors, functions, strict=True)]
+    return {"reward": " + ".join(parts), "rules": rules_of(functions)}
+
+
 def _same_text(golds: Sequence[str], texts: Sequence[str]) -> list[float]:
     """Equality of answers for a reward function that tells none: equal texts are in one group already."""
     return [0.0] * len(golds)
@@ -388,15 +438,11 @@ def evaluate_model(
             raise ValueError(f"Problem {i} needs the texts 'problem' and 'answer', it has {sorted(row)}.")
     started = time.perf_counter()
     form = form_of_settings(settings)
+    local = isinstance(model, torch.nn.Module)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) if local else None
+    check_problems(tokenizer, problems, form, model_name=model_name, benchmark=benchmark, positions=positions)
     prompts = prompt_ids(tokenizer, problems, form)
-    if isinstance(model, torch.nn.Module):
-        room = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-        longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-        if len(prompts[longest]) >= room:
-            raise ValueError(
-                f"Problem {longest} has a prompt of {len(prompts[longest])} tokens, but {model_name} reads {room} in "
-                "all."
-            )
+    if local:
         label = f"{model_name}: {benchmark}"
         responses = _generate(model, tokenizer, prompts, settings, batch_size, progress, label)
     else:
@@ -432,4 +478,5 @@ def evaluate_model(
                 "finished": [response.finished for response in responses[i]],
             }
         )
+    settings |= judged_by([reward])
     return EvaluationResult(model_name, benchmark, settings, rows, time.perf_counter() - started)

@@ -34,6 +34,7 @@ _COMPARED = (
     "system_prompt",
     "stop",
     "reward",
+    "rules",
 )
 
 
@@ -494,6 +495,8 @@ def _reward(result: EvaluationResult) -> str:
 def _setting_notes(title: str, results: Sequence[EvaluationResult]) -> list[str]:
     notes = []
     for name in _COMPARED:
+        if name == "rules" and len({result.settings.get("reward") for result in results}) > 1:
+            continue  # other functions have other rules
         values = {json.dumps(result.settings.get(name), sort_keys=True, ensure_ascii=False) for result in results}
         if len(values) > 1:
             notes.append(f"{title}: the results differ in {name} ({', '.join(sorted(values))}).")

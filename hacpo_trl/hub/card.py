@@ -4,6 +4,7 @@ Everything is known here: no card needs the network, and none names a local path
 """
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from trl import GRPOConfig
 from .._version import __version__
 from ..config import HACPOConfig, idle_settings
 from ..methods import METHODS, PAPERS
+from ..texts.prompts import PromptForm
 
 if TYPE_CHECKING:
     from ..training.agent import HACPOAgent
@@ -71,7 +73,7 @@ def card_text(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
     """
     sections = [
         f"# {_title(trainer, agent)}\n\n{_introduction(trainer, agent)}",
-        f"## How to use it\n\n{_usage(agent)}",
+        f"## How to use it\n\n{_usage(trainer, agent)}",
         f"## The team\n\n{_team(trainer, agent)}",
         f"## Training\n\n{_training(trainer, agent)}",
         f"## Data\n\n{_data(trainer, agent)}",
@@ -153,7 +155,7 @@ def _introduction(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
     )
 
 
-def _usage(agent: "HACPOAgent") -> str:
+def _usage(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
     where = _repository(agent) or agent.agent_name
     comment = "" if _repository(agent) else "  # the folder of this card"
     remote = ", trust_remote_code=True" if agent.args.trust_remote_code else ""
@@ -162,46 +164,36 @@ def _usage(agent: "HACPOAgent") -> str:
     imports = [f"from {package} import {loader}", "from transformers import AutoTokenizer"]
     if not adapter:
         imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    if _is_chat(agent):
-        options = "".join(f", {key}={value!r}" for key, value in (agent.chat_template_kwargs or {}).items())
-        prompt = [
-            'messages = [{"role": "user", "content": "What is 12 + 34?"}]',
-            "inputs = tokenizer.apply_chat_template(",
-            f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{options}',
-            ")",
-        ]
-    else:
-        prompt = [f"prompt = {_example(agent)}", 'inputs = tokenizer(prompt, return_tensors="pt")']
+    form = trainer.prompt_form.for_agent(agent.chat_template_kwargs)
+    stop = f", stop_strings={json.dumps(form.stop, ensure_ascii=False)}, tokenizer=tokenizer" if form.stop else ""
     lines = [
         *imports,
         "",
         f'name = "{where}"{comment}',
         f"model = {loader}.from_pretrained(name{remote})",
         f"tokenizer = AutoTokenizer.from_pretrained(name{remote})",
-        *prompt,
-        f"output = model.generate(**inputs, max_new_tokens={agent.max_completion_length})",
+        *_prompt(form),
+        f"output = model.generate(**inputs, max_new_tokens={agent.max_completion_length}{stop})",
         'print(tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     note = "\n\nThe base model is downloaded with it." if adapter else ""
     return "```python\n" + "\n".join(lines) + f"\n```{note}"
 
 
-def _is_chat(agent: "HACPOAgent") -> bool:
-    if isinstance(agent.train_dataset, Dataset):
-        return isinstance(agent.train_dataset[0]["prompt"], list)
-    return agent.processing_class.chat_template is not None  # a stream is not read for this
-
-
-def _example(agent: "HACPOAgent") -> str:
-    """A prompt of our own, as a line of Python: the training prompts may be nobody else's business.
-
-    Plain prompts of `to_prompts` are recognised, and then it has their form.
-    """
-    if isinstance(agent.train_dataset, Dataset):
-        first = agent.train_dataset[0]["prompt"]
-        if isinstance(first, str) and "Problem: " in first and first.endswith("\nSolution:"):
-            return r'"Problem: What is 12 + 34?\nSolution:"'
-    return '"What is 12 + 34?"  # put yours in the form of the training prompts'
+def _prompt(form: PromptForm) -> list[str]:
+    """Lines of a program that make the inputs for a problem of our own: the training data are not shown."""
+    prompt = form.render("What is 12 + 34?")
+    mine = "  # put yours in the form of the training prompts" if form.as_it_is else ""
+    shown = json.dumps(prompt, ensure_ascii=False)
+    if form.prompt_format == "plain":
+        return [f"prompt = {shown}{mine}", 'inputs = tokenizer(prompt, return_tensors="pt")']
+    options = "".join(f", {key}={value!r}" for key, value in form.chat_template_kwargs.items())
+    return [
+        f"messages = {shown}",
+        "inputs = tokenizer.apply_chat_template(",
+        f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{options}',
+        ")",
+    ]
 
 
 def _team(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:

@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import difflib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -23,9 +24,10 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple
@@ -35,6 +37,9 @@ MAX_CHARS = 20_000
 
 MAX_GOLD_CHARS = 5_000
 """A longer gold counts as one that cannot be parsed."""
+
+# What TRL passes to reward functions besides the columns. It would put a column of that name aside, or fail
+_GRADING_ARGUMENTS = frozenset("prompts completions completion_ids trainer_state log_extra log_metric".split())
 
 START_SECONDS = 120.0
 """How long a worker may take to start (it imports sympy, which is slow on a busy file system)."""
@@ -377,6 +382,53 @@ def load_reward(name: str) -> Callable[..., Any]:
     if isinstance(found, type) or not callable(found):
         raise ValueError(f"reward_funcs: {name!r} is a {type(found).__name__}, not a function that takes completions.")
     return found
+
+
+def check_columns(columns: Iterable[str], what: str) -> None:
+    """Refuses columns whose names stand for something else in the call of a reward function.
+
+    Args:
+        columns: names of a data set's columns.
+        what: the data set, for the message.
+
+    Raises:
+        ValueError: naming the column.
+    """
+    taken = sorted(_GRADING_ARGUMENTS & set(columns))
+    if taken:
+        raise ValueError(
+            f"{what} has the column {taken[0]!r}, but TRL gives reward functions something else under this name. "
+            f"Rename it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
+        )
+
+
+def rules_of(functions: Sequence[Callable[..., Any]]) -> str:
+    """A digest of the sources by which reward functions judge: verdicts of another version are not comparable.
+
+    It covers the file that a function stands in; of `MathVerifier` the grader and the release of math-verify.
+
+    Args:
+        functions: reward functions.
+    """
+    digest = hashlib.sha256()
+    for function in functions:
+        if isinstance(function, MathVerifier):
+            settings = (function.numbers_only, function.timeout, version("math-verify"))
+            files = [Path(__file__), Path(__file__).with_name("grader.py")]
+        else:
+            while isinstance(function, functools.partial):
+                digest.update(repr((function.args, function.keywords)).encode())
+                function = function.func
+            code = function if inspect.isroutine(function) else type(function)
+            settings = (getattr(function, "__qualname__", type(function).__qualname__),)
+            try:
+                files = [Path(inspect.getsourcefile(code))]
+            except TypeError:  # compiled, or typed in
+                files = []
+        digest.update(repr(settings).encode())
+        for file in files:
+            digest.update(file.read_bytes() if file.is_file() else str(file).encode())
+    return digest.hexdigest()[:12]
 
 
 def weighted_sum(

@@ -15,11 +15,9 @@ from transformers.processing_utils import ProcessorMixin
 from trl.trainer.utils import get_config_model_id
 
 from ..config import HACPOConfig
+from ..maths.reward import check_columns
+from ..texts.prompt_check import PromptChecker, Reader, check_prompts
 from .loading import check_trainable, find_origin, missing_folder
-from .prompt_check import PromptChecker, check_prompts
-
-# What TRL passes to reward functions besides the columns. It would put a column of that name aside, or fail
-_GRADING_ARGUMENTS = frozenset("prompts completions completion_ids trainer_state log_extra log_metric".split())
 
 # Folders of the run itself: checkpoints, kept completions, TensorBoard's files
 _RESERVED = re.compile(r"checkpoint-\d+|completions|runs", re.IGNORECASE)
@@ -379,12 +377,7 @@ def check_dataset(
             f"{what} has no column 'prompt', only {', '.join(columns) or 'none'}. Rename the column that holds the "
             "problem: dataset.rename_column('problem', 'prompt')."
         )
-    taken = sorted(_GRADING_ARGUMENTS & set(columns))
-    if taken:
-        raise ValueError(
-            f"{what} has the column {taken[0]!r}, but TRL gives reward functions something else under this name. "
-            f"Rename it: dataset.rename_column({taken[0]!r}, 'my_{taken[0]}')."
-        )
+    check_columns(columns, what)
     images = sorted({"image", "images"} & set(columns))
     if images:
         raise ValueError(f"{what} has the column {images[0]!r}: images are not supported. Remove the column.")
@@ -393,7 +386,11 @@ def check_dataset(
     if first is None:
         raise ValueError(f"{what} has 0 prompts.")
     positions = [positions_of(*pair) for pair in zip(models, configs, strict=True)] if models else [None] * len(names)
-    checker = PromptChecker(what, tokenizers, names, configs, positions)
+    readers = [
+        Reader(name, tokenizer, config.chat_template_kwargs or {}, most, config.max_completion_length)
+        for name, tokenizer, config, most in zip(names, tokenizers, configs, positions, strict=True)
+    ]
+    checker = PromptChecker(what, readers, args.max_prompt_length)
     if not evaluation:
         _check_count(dataset, what, args)
     checker.fitting([first["prompt"]], 0)  # of a stream, too

@@ -1,5 +1,6 @@
 """Benchmarks: estimators worked by hand, tiny models on a file of additions, resuming, tables, and errors."""
 
+import copy
 import itertools
 import json
 import math
@@ -28,7 +29,7 @@ from hacpo_trl.evaluation.scores import (
     results_table,
 )
 from hacpo_trl.maths.benchmarks import BENCHMARKS
-from hacpo_trl.maths.reward import MathVerifier
+from hacpo_trl.maths.reward import MathVerifier, load_reward, math_reward, number_reward, rules_of
 from hacpo_trl.playground import make_problems, shipped_agent
 from hacpo_trl.texts.prompts import make_form
 
@@ -411,7 +412,10 @@ def test_arguments_of_the_template(agent, additions):
         ({"batch_size": 0}, "batch_size=0"),
         ({"problems": []}, "no problems"),
         ({"problems": [{"problem": "1 + 1"}]}, "Problem 0 needs"),
-        ({"problems": [{"problem": "1" * 600, "answer": "1"}]}, "Problem 0 has a prompt of .* reads 512"),
+        (
+            {"problems": [{"problem": "1" * 600, "answer": "1"}]},
+            "agent 'model': prompt 0 of .* reads 512",
+        ),
     ],
 )
 def test_errors_of_the_settings(agent, options, message):
@@ -550,6 +554,8 @@ def test_the_script(agent_folders, additions_file, tmp_path):
         (["{m}/config.json", "--benchmarks", "{f}"], "config.json: is a file; give the folder"),
         (["{m}", "--benchmarks", "gsm8k={f}l"], "there is no such file"),
         (["{m}", "--benchmarks", "gsm8k", "--data_dir", "typo"], "typo: there is no such file or folder"),
+        (["{m}", "--reward_funcs", "maths"], "'maths' is unknown; use math_reward"),
+        (["{m}", "--reward_funcs", "math_reward", "--reward_weights", "1", "2"], "2 numbers for 1 reward functions"),
         (["{m}", "--benchmarks", "typo.jsonl"], "typo.jsonl: there is no such file"),
         (["{m}", "--benchmarks", "{f}", "--engine", "vllm"], "needs the package vllm"),
     ],
@@ -561,6 +567,92 @@ def test_errors_of_the_command_line(arguments, message, agent_folders, additions
         arguments = [argument.replace(place, value) for argument in arguments]
     with pytest.raises(SystemExit, match=message):
         run(*arguments, "--output_dir", tmp_path / "out")
+
+
+REWARDS = """
+def even(completions, log_extra, **columns):
+    ends = [chat[0]["content"][-1:] for chat in completions]
+    log_extra("parsed_answer", ends)
+    return [float(end in "02468") for end in ends]
+
+async def long(completions, answer, **columns):
+    return [len(chat[0]["content"]) / 100 for chat in completions]
+"""
+
+
+def test_reward_functions_of_ones_own_judge_as_in_training(
+    agent_folders, additions_file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(REWARDS)
+    common = [agent_folders / "tiny-char", "--benchmarks", additions_file, "--output_dir", "out", "--reward_funcs"]
+    options = ["mine.py:even", "mine.py:long", "--reward_weights", "2", "0.5"]
+    assert run(*common, *options) == 0
+    (path,) = (tmp_path / "out").glob("*--*.json")
+    result = EvaluationResult.load(path)
+    assert result.settings["reward"] == "2 x even + 0.5 x long"
+    for row in result.problems:
+        (text,) = row["samples"]
+        assert row["rewards"] == [pytest.approx(2 * (text[-1] in "02468") + 0.5 * len(text) / 100)]
+        assert row["parsed"] == [text[-1]] and row["correct"] == [True]  # a sum above 0 is right
+    assert "mean reward" in (tmp_path / "out" / "results.md").read_text()
+    capsys.readouterr()
+    run(*common, "mine.py:even")
+    assert "already in" not in capsys.readouterr().out and len(list((tmp_path / "out").glob("*--*.json"))) == 2
+    run(*common, "mine.py:even")
+    assert "already in" in capsys.readouterr().out
+
+
+def test_what_was_judged_by_other_rules_is_judged_again(agent_folders, additions_file, tmp_path, capsys, monkeypatch):
+    arguments = [agent_folders / "tiny-char", "--benchmarks", additions_file, "--output_dir", tmp_path]
+    run(*arguments)
+    (path,) = tmp_path.glob("*--*.json")
+    stored = json.loads(path.read_text())
+    assert stored["settings"]["reward"] == "math_reward" and stored["settings"]["rules"] == rules_of([math_reward])
+    del stored["settings"]["rules"]  # as release 0.1.0 wrote it
+    stored["problems"][0]["correct"] = [None]
+    path.write_text(json.dumps(stored))
+    capsys.readouterr()
+    run(*arguments)
+    said = capsys.readouterr().out
+    assert f"{path} was judged by other rules" in said and "already in" not in said
+    assert EvaluationResult.load(path).problems[0]["correct"] != [None]
+
+
+def test_rules_follow_the_source(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    (tmp_path / "other.py").write_text(REWARDS.replace("100", "10"))
+    one, again, two, other = (
+        rules_of([load_reward(f"{tmp_path}/{name}")])
+        for name in ("mine.py:even", "mine.py:even", "mine.py:long", "other.py:even")
+    )
+    assert one == again and len({one, two, other, rules_of([math_reward]), rules_of([number_reward])}) == 5
+    assert rules_of([MathVerifier(workers=1)]) == rules_of([math_reward])
+    assert rules_of([len]) != rules_of([max])
+
+
+def test_prompts_are_checked_before_anything_is_answered(agent):
+    model, tokenizer = agent
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('no') }}{% endif %}{{ m['content'] }}"
+        "{% endfor %}"
+    )
+    problems = [{"problem": text, "answer": "2"} for text in ("1 + 1 = ?", "bad", "1 + 1 = ?")]
+    options = {"model_name": "me", "benchmark": "sums", "instruction": "", "progress": False}
+    with pytest.raises(ValueError, match="The chat template of agent 'me' cannot render prompt 1 of sums"):
+        evaluate_model(model, tokenizer, problems, prompt_format="chat", **options)
+    room = model.config.max_position_embeddings
+    long = [problems[0], {"problem": "1 " * room, "answer": "2"}]
+    with pytest.raises(ValueError, match=rf"agent 'me': prompt 1 of sums has \d+ tokens, but its model reads {room}"):
+        evaluate_model(model, tokenizer, long, prompt_format="plain", **options)
+    with pytest.raises(ValueError, match="sums: prompt 1 is empty"):
+        evaluate_model(
+            model, tokenizer, [problems[0], {"problem": "", "answer": "2"}], prompt_format="plain",
+            prompt_template="{problem}", **options,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="sums has the column 'completions', but TRL gives"):
+        evaluate_model(model, tokenizer, [{**problems[0], "completions": 1}], prompt_format="plain", **options)
 
 
 def test_names_of_models():

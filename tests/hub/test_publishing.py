@@ -20,6 +20,7 @@ from hacpo_trl import HACPOConfig
 from hacpo_trl.hub.card import settings_of
 from hacpo_trl.hub.publishing import find_base
 from hacpo_trl.playground import make_problems, shipped_agent
+from hacpo_trl.texts.prompts import make_form
 
 ROOT = Path(__file__).parents[2]
 PAIR = ["char", "bpe"]
@@ -384,18 +385,34 @@ def test_a_card_of_an_agent_that_chats(agent_folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "line"),
+    ("form", "line"),
     [
-        ("Problem: a secret\nSolution:", r'prompt = "Problem: What is 12 + 34?\nSolution:"'),
-        ("a secret", 'prompt = "What is 12 + 34?"  # put yours in the form of the training prompts'),
+        (make_form("plain", instruction="Add."), r'prompt = "Problem: What is 12 + 34?\nAdd.\nSolution:"'),
+        (
+            make_form("chat", instruction="", system_prompt="Be brief."),
+            'messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 + 34?"}]',
+        ),
+        (None, 'prompt = "What is 12 + 34?"  # put yours in the form of the training prompts'),
     ],
 )
-def test_the_example_in_a_card_has_the_form_of_the_prompts(agent_folders, tmp_path, prompt, line):
-    data = dataset().map(lambda row, i: {"prompt": row["prompt"] if i else prompt}, with_indices=True)
-    team(agent_folders, ["char"], config(tmp_path), train_dataset=data).create_model_card()
+def test_the_example_in_a_card_has_the_form_of_the_prompts(agent_folders, tmp_path, form, line):
+    data = dataset().map(lambda row, i: {"prompt": row["prompt"] if i else "a secret"}, with_indices=True)
+    trainer = team(agent_folders, ["char"], config(tmp_path), train_dataset=data)
+    trainer.prompt_form = form or trainer.prompt_form
+    trainer.create_model_card()
     card = (tmp_path / "char" / "README.md").read_text()
-    assert line in card.splitlines()
-    assert "secret" not in card and 'tokenizer(prompt, return_tensors="pt")' in card
+    assert line in card.splitlines() and "secret" not in card
+
+
+def test_the_program_in_a_card_ends_responses_as_in_training(agent_folders, tmp_path):
+    args = config(tmp_path, max_completion_length=64, stop_texts=["#"])
+    team(agent_folders, ["char"], args).save_model()
+    program = re.search(r"```python\n(.*?)```", (tmp_path / "char" / "README.md").read_text(), re.DOTALL).group(1)
+    assert 'stop_strings=["#"], tokenizer=tokenizer)' in program
+    scope = {}
+    exec(program.replace('name = "char"', f'name = "{tmp_path / "char"}"'), scope)
+    written = scope["tokenizer"].decode(scope["output"][0][scope["inputs"]["input_ids"].shape[1] :])
+    assert written.index("#") == len(written) - 1 < 63
 
 
 def test_accuracies_are_checked(agent_folders, tmp_path):

@@ -16,8 +16,8 @@ from support.tiny_teams import CHAT_TEMPLATE, SPECS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.processing_utils import ProcessorMixin
 
+import hacpo_trl.texts.prompt_check
 import hacpo_trl.training.arguments
-import hacpo_trl.training.prompt_check
 from hacpo_trl import HACPOConfig
 from hacpo_trl.playground import build_agent, save_agent
 from hacpo_trl.training.arguments import (
@@ -479,13 +479,13 @@ def test_an_empty_chat():
 @pytest.mark.parametrize("others", ["completion", "messages", "chosen", "rejected"])
 def test_only_the_prompt_decides_whether_it_is_a_chat(monkeypatch, others):
     # TRL's test looks at whichever of these columns comes first out of a set, in another order in every process
-    original = hacpo_trl.training.prompt_check.is_conversational
+    original = hacpo_trl.texts.prompt_check.is_conversational
 
     def unlucky(example):
         worst = [key for key in example if key != "prompt"] or ["prompt"]
         return any(original({key: example[key]}) for key in worst if key in ("prompt", others))
 
-    monkeypatch.setattr(hacpo_trl.training.prompt_check, "is_conversational", unlucky)
+    monkeypatch.setattr(hacpo_trl.texts.prompt_check, "is_conversational", unlucky)
     check(rows(**{others: CHAT}))  # texts, without a template
     check(rows(prompt=CHAT, **{others: "2"}), [with_template()])
     assert "chat template" in message_of(ValueError, check, rows(prompt=CHAT, **{others: "2"}), [tokenizer()])

@@ -1,42 +1,47 @@
-"""Every prompt of a data set through every agent's template and tokens, before anything is trained."""
+"""Every prompt of a data set through every agent's template and tokens, before anything is trained or evaluated."""
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import IterableDataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import is_conversational
 
-from ..config import HACPOConfig
-
 _BATCH = 1000
 _SHOW_BAR = 20_000  # prompts, from which on a bar shows how far the check is
+
+
+class Reader(NamedTuple):
+    """Who reads the prompts.
+
+    Attributes:
+        name: of the agent.
+        tokenizer: its own.
+        template_kwargs: arguments of its chat template.
+        positions: the longest text that its model reads, in tokens; None where it has no limit.
+        response: tokens that a response needs room for; None where it ends with the positions.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: dict[str, Any]
+    positions: int | None = None
+    response: int | None = None
 
 
 class PromptChecker:
     """Tells which prompts of a data set the agents can take.
 
     Args:
-        what: "train_dataset" or "eval_dataset", for messages.
-        tokenizers: one per agent.
-        names: of the agents.
-        configs: settings per agent.
-        positions: the longest text that each agent's model reads, in tokens, or None where it has no limit.
+        what: "train_dataset", "eval_dataset" or the name of a benchmark, for messages.
+        readers: the agents.
+        limit: `max_prompt_length`.
     """
 
-    def __init__(
-        self,
-        what: str,
-        tokenizers: Sequence[PreTrainedTokenizerBase],
-        names: Sequence[str],
-        configs: Sequence[HACPOConfig],
-        positions: Sequence[int | None],
-    ):
-        self.what = what
-        self.agents = list(zip(tokenizers, names, configs, positions, strict=True))
-        self.limit = configs[0].max_prompt_length
+    def __init__(self, what: str, readers: Sequence[Reader], limit: int | None = None):
+        self.what, self.readers, self.limit = what, list(readers), limit
         self.chat: bool | None = None  # the first prompt tells
 
     def fitting(self, prompts: Sequence[Any], first: int) -> list[bool]:
@@ -58,13 +63,12 @@ class PromptChecker:
                     f"{self.what} mixes texts and chats: prompt 0 and prompt {number} differ. Use one kind."
                 )
         fits = [True] * len(prompts)
-        for tokenizer, name, args, positions in self.agents:
-            lengths = self._lengths(tokenizer, name, args.chat_template_kwargs or {}, prompts, first)
-            for i, length in enumerate(lengths):
+        for reader in self.readers:
+            for i, length in enumerate(self._lengths(reader, prompts, first)):
                 if self.limit is not None and length > self.limit:
                     fits[i] = False
-                elif positions is not None and length + args.max_completion_length > positions:
-                    self._refuse(name, first + i, length, args.max_completion_length, positions)
+                elif reader.positions is not None and length + (reader.response or 1) > reader.positions:
+                    self._refuse(reader, first + i, length)
         return fits
 
     def _kind(self, prompt: Any, number: int) -> bool:
@@ -79,9 +83,8 @@ class PromptChecker:
             )
         return False
 
-    def _lengths(
-        self, tokenizer: PreTrainedTokenizerBase, name: str, kwargs: dict[str, Any], prompts: Sequence[Any], first: int
-    ) -> list[int]:
+    def _lengths(self, reader: Reader, prompts: Sequence[Any], first: int) -> list[int]:
+        name, tokenizer, kwargs = reader[:3]
         if not self.chat:
             return [len(ids) for ids in tokenizer(list(prompts))["input_ids"]]
         if tokenizer.chat_template is None:
@@ -101,7 +104,13 @@ class PromptChecker:
             texts.append(text)
         return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
-    def _refuse(self, name: str, number: int, length: int, response: int, positions: int) -> None:
+    def _refuse(self, reader: Reader, number: int, length: int) -> None:
+        name, positions, response = reader.name, reader.positions, reader.response
+        if response is None:
+            raise ValueError(
+                f"agent {name!r}: prompt {number} of {self.what} has {length} tokens, but its model reads {positions} "
+                "in all, the response included. Use shorter prompts."
+            )
         remedies = [f"max_completion_length={positions - length}"] * (positions > length)
         if positions > response:
             remedies.append(f"max_prompt_length={positions - response}, which leaves out longer prompts")
