@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hacpo_trl.methods import Clipped
 from hacpo_trl.reporting.advice import RoundSigns, advise
 from hacpo_trl.reporting.update_statistics import UpdateStatistics
 from hacpo_trl.training.trainer import _differing, _with_advantage
@@ -103,16 +104,20 @@ def test_each_reader_gets_all_since_its_own_last_call():
     statistics = UpdateStatistics(2, 0)
     update = {
         "source": torch.tensor([0, 1]),
-        "is_own": torch.tensor([True, False]),
-        "own_range": (0.9, 1.1),
-        "peer_range": (0.8, 1.0),
         "kl": None,
         "entropy": torch.zeros(2, 1),
         "mask": torch.ones(2, 1),
     }
-    statistics.add(ratio=torch.tensor([1.0, 0.9]), advantages=torch.ones(2), **update)
+    low, high = torch.tensor([0.9, 0.8]), torch.tensor([1.1, 1.0])
+
+    def add(ratio):
+        below, above = ratio < low, ratio > high
+        clipped = Clipped(below, above, ~(below | above))
+        statistics.add(ratio=ratio, advantages=torch.ones(2), clipped=clipped, **update)
+
+    add(torch.tensor([1.0, 0.9]))
     assert statistics.drain()[1]["no_gradient"] == 0
-    statistics.add(ratio=torch.tensor([1.2, 0.5]), advantages=torch.ones(2), **update)
+    add(torch.tensor([1.2, 0.5]))
     whole = statistics.drain(reader="round")
     assert whole[1]["no_gradient"] == 0.5 and whole[0]["ratio_mean"] == pytest.approx(1.1)
     assert whole[0]["ratio_max"] == pytest.approx(1.2)
