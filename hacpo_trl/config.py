@@ -2,19 +2,13 @@
 
 import dataclasses
 import difflib
-import functools
 import json
 import math
-import numbers
 import os
 import re
-import types
-import typing
 import warnings
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
-from urllib.parse import urlsplit
 
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
@@ -23,6 +17,8 @@ from .capability import METRICS, CapabilityTracker
 from .methods import METHODS, Method, register
 from .methods.base import SEVERAL
 from .objective import BASELINES, peer_clip_lower
+from .sampling.vllm_settings import check_servers, server_of
+from .setting_types import convert_fields, converted
 
 # Settings that act only where peers' responses are trained on
 SHARED_ONLY = (
@@ -55,9 +51,6 @@ _RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-
-_ENGINE_FIELDS = ("vllm_enable_sleep_mode", "vllm_tensor_parallel_size")
-_SERVER_FIELDS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_group_port")
 
 # Keys of `generation_kwargs` that change what is sampled but not the probabilities that the ratio is made of.
 _SAMPLER_KEYS = frozenset(
@@ -492,20 +485,10 @@ class HACPOConfig(GRPOConfig):
             )
 
     def _check_method(self) -> None:
-        choices = {
-            "baseline": BASELINES,
-            "capability_metric": METRICS,
-            "peer_advantages": ("all", "positive"),
-            "rollout_order": ("own_first", "shuffled", "merged"),
-            "length_normalization": ("own", "shared"),
-            "peer_overflow": ("truncate", "drop"),
-            "source_logps": ("trainer", "sampler"),
-            "screen_peers": ("auto", "on", "off"),
-            "micro_batches": ("auto", "rows", "tokens"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
+        for f in dataclasses.fields(self):
+            choices = f.metadata.get("choices") if f.name in HACPOConfig.__annotations__ else None
+            if choices and f.name != "method" and getattr(self, f.name) not in choices:
+                raise ValueError(f"{f.name}={getattr(self, f.name)!r} is unknown; use one of {', '.join(choices)}.")
         self.build_method()
         level = METHODS[self.method].level
         if level == "token":
@@ -687,7 +670,7 @@ class HACPOConfig(GRPOConfig):
                 f"vllm_server_urls lists {len(self.vllm_server_urls)} servers for {len(names)} agents "
                 f"({', '.join(names)}); a server holds the weights of one agent, so give one for each."
             )
-        self._check_servers(names)
+        check_servers(self, names)
         self._warn_of_a_closed_range(updates)
 
     def _warn_of_a_closed_range(self, updates: int) -> None:
@@ -703,68 +686,6 @@ class HACPOConfig(GRPOConfig):
                 f"nothing from peers. Make it close later: peer_clip_step={self.peer_clip_delta / updates:.2g}.",
                 stacklevel=4,
             )
-
-    def _check_servers(self, names: list[str]) -> None:
-        """Refuses teams whose agents would overwrite each other's weights, or wait for each other for ever."""
-        servers: dict[str, str] = {}
-        group_ports: dict[int, str] = {}
-        engines: dict[str, dict[str, Any]] = {}  # settings of agents with an engine in the trainer's process
-        for i, name in enumerate(names):
-            own = {key: getattr(self, key) for key in ("use_vllm", "vllm_mode", *_ENGINE_FIELDS, *_SERVER_FIELDS)}
-            own.update(self._server_of(name, i))
-            own.update({key: value for key, value in (self.agent_overrides or {}).get(name, {}).items() if key in own})
-            if not own["use_vllm"]:
-                continue
-            if own["vllm_mode"] == "colocate":
-                engines[name] = own
-                continue
-            url = own["vllm_server_base_url"] or f"http://{own['vllm_server_host']}:{own['vllm_server_port']}"
-            other = servers.setdefault(_same_address(url), name)
-            if other != name:
-                raise ValueError(
-                    f"agents {other!r} and {name!r} would both use the vLLM server {url}, but a server holds the "
-                    "weights of one agent. Start one for each (hacpo serve --models ... --ports 8000 8001 starts them "
-                    "all) and set vllm_server_urls=['http://localhost:8000', 'http://localhost:8001', ...]."
-                )
-            port = own["vllm_group_port"]
-            other = group_ports.setdefault(int(port), name)
-            if other != name:
-                raise ValueError(
-                    f"agents {other!r} and {name!r} would both sync their weights on vllm_group_port={port}. Give "
-                    "each a free port of its own in agent_overrides, or none: then they are vllm_group_port plus the "
-                    "agent's place in the team."
-                )
-        self._check_engines(engines)
-
-    @staticmethod
-    def _check_engines(engines: dict[str, dict[str, Any]]) -> None:
-        if len(engines) < 2:
-            return
-        start = f"agents {', '.join(map(repr, engines))} would each have a vLLM engine in the trainer's process with "
-        servers = "Use one server for each agent (vllm_mode='server' and vllm_server_urls), or "
-        if any(own["vllm_enable_sleep_mode"] for own in engines.values()):
-            raise ValueError(
-                f"{start}vllm_enable_sleep_mode=True, but vLLM can put one engine a process to sleep. {servers}"
-                "engines that stay awake (vllm_enable_sleep_mode=False, and a vllm_gpu_memory_utilization that fits "
-                "them all)."
-            )
-        if any(int(own["vllm_tensor_parallel_size"]) > 1 for own in engines.values()):
-            raise ValueError(
-                f"{start}vllm_tensor_parallel_size > 1, but vLLM's groups of processes are one set a process, and "
-                f"TRL makes new ones for every engine. {servers}vllm_tensor_parallel_size=1."
-            )
-
-    def _server_of(self, name: str, index: int) -> dict[str, Any]:
-        """An agent's server, unless its overrides say otherwise."""
-        overrides = (self.agent_overrides or {}).get(name, {})
-        server: dict[str, Any] = {"vllm_server_urls": None}
-        addressed = {"vllm_server_base_url", "vllm_server_host", "vllm_server_port"} & overrides.keys()
-        if self.vllm_server_urls is not None and not addressed:
-            server["vllm_server_base_url"] = self.vllm_server_urls[index]
-        elif addressed and "vllm_server_base_url" not in overrides:
-            server["vllm_server_base_url"] = None  # TRL would prefer the team's address to the agent's port
-        server["vllm_group_port"] = self.vllm_group_port + index
-        return server
 
     def for_agent(self, name: str, *, leader: bool, index: int = 0) -> "HACPOConfig":
         """The settings of one agent: these with its overrides.
@@ -785,7 +706,7 @@ class HACPOConfig(GRPOConfig):
             changes = {key: converted(type(self), key, value) for key, value in overrides.items()}
         except ValueError as error:
             raise ValueError(f"agent {name!r}: {error}") from None
-        changes = {**self._server_of(name, index), **changes}
+        changes = {**server_of(self, name, index), **changes}
         for old, new in _RENAMED.items():
             if old in changes and hasattr(self, new):
                 changes.setdefault(new, changes[old])
@@ -843,114 +764,8 @@ def idle_settings(args: HACPOConfig) -> list[str]:
     return [f.name for f in dataclasses.fields(args) if f.name in idle - read]
 
 
-def _same_address(url: str) -> str:
-    """What two ways to write one server's address have in common."""
-    parts = urlsplit(url)
-    host = (parts.hostname or "").lower()
-    host = "localhost" if host in ("127.0.0.1", "0.0.0.0", "::1", "::") else host
-    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/')}"
-
-
 def _default(name: str) -> Any:
     return next(f.default for f in dataclasses.fields(HACPOConfig) if f.name == name)
-
-
-def convert_fields(settings: Any) -> None:
-    """Gives every field of a dataclass the type that it is declared with, see `converted`."""
-    for f in dataclasses.fields(settings):
-        if f.init:
-            setattr(settings, f.name, converted(type(settings), f.name, getattr(settings, f.name)))
-
-
-def converted(owner: type, name: str, value: Any) -> Any:
-    """A setting as the type that its field is declared with. YAML takes 5e-7 for a text, and `no` for False.
-
-    Args:
-        owner: the dataclass of settings.
-        name: of the field.
-        value: as Python, the command line or YAML gives it.
-
-    Returns:
-        The value; what is no number, truth value, list of them or strategy stays as it is.
-
-    Raises:
-        ValueError: where a number, a list or a truth value is needed and the value is none.
-    """
-    default = owner.__dataclass_fields__[name].default
-    if value is None and (default is None or name in _OFF_BY_NONE):
-        return None
-    try:
-        return _as_type(_type_hints(owner)[name], value)
-    except ValueError as error:
-        example = f", e.g. {default!r}" if isinstance(default, (int, float, str)) and default != value else ""
-        raise ValueError(f"{name}={value!r} must be {error}{example}.") from None
-
-
-@functools.cache
-def _type_hints(owner: type) -> dict[str, Any]:
-    return typing.get_type_hints(owner)
-
-
-def _as_type(hint: Any, value: Any) -> Any:
-    """Raises a ValueError with what the value would have to be."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    options = list(typing.get_args(hint)) if union else [hint]
-    plain = {option for option in options if isinstance(option, type)}
-    lists = [option for option in options if typing.get_origin(option) is list]
-    number = next((kind for kind in (float, int) if kind in plain), None)
-    if value is None and types.NoneType in plain:
-        return None
-    if isinstance(value, (list, tuple)) and lists:
-        try:
-            return [_as_type(typing.get_args(lists[0])[0], item) for item in value]
-        except ValueError as error:
-            raise ValueError(f"a list, each item {error}") from None
-    if isinstance(value, bool):
-        if value is False and (words := [option for option in plain if issubclass(option, Enum)]):
-            return next((member.value for member in words[0] if member.value == "no"), value)
-        if number and bool not in plain:
-            raise ValueError("a number")
-        return value
-    if isinstance(value, str):
-        text = value.strip().lower()
-        if number:
-            if types.NoneType in plain and text in ("none", "null"):
-                return None
-            try:
-                return _as_number(
-                    number, float(text) if number is float or not text.lstrip("+-").isdigit() else int(text)
-                )
-            except ValueError:
-                if str not in plain:
-                    raise ValueError(_WORDS[number]) from None
-        if bool in plain and str not in plain and text in _TRUTH:
-            return _TRUTH[text]
-        if plain <= {bool, types.NoneType} and not lists and len(plain) == len(options):
-            raise ValueError("true or false")
-        return value
-    if isinstance(value, numbers.Real):
-        if number:
-            return _as_number(number, value)
-        if plain <= {types.NoneType} and lists:
-            raise ValueError("a list")
-        if bool in plain and str not in plain and value in (0, 1):
-            return bool(value)
-    if value is None and str not in plain and (kind := number or (bool if bool in plain else list if lists else None)):
-        raise ValueError(_WORDS[kind])
-    return value
-
-
-_OFF_BY_NONE = ("top_k",)  # which TRL's types do not say
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
-
-def _as_number(kind: type, value: Any) -> Any:
-    if kind is float:
-        return value if isinstance(value, int) else float(value)
-    if value != value or value in (math.inf, -math.inf) or int(value) != value:
-        raise ValueError(_WORDS[int])
-    return int(value)
 
 
 def _nearest_multiple(value: int, step: int) -> int:

@@ -12,8 +12,8 @@ from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
 from hacpo_trl import HACPOConfig
-from hacpo_trl.config import convert_fields, converted
 from hacpo_trl.methods import METHODS
+from hacpo_trl.setting_types import convert_fields, converted
 
 BASE = {"output_dir": "out", "use_cpu": True, "bf16": False}
 HACPO_FIELDS = {f.name for f in dataclasses.fields(HACPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}

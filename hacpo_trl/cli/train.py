@@ -19,11 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trl.trainer.utils import get_callable_name
 
-from ..config import HACPOConfig, convert_fields
+from ..config import HACPOConfig
 from ..hub.publishing import check_sharing
 from ..maths.problems import is_local, load_problems, missing_file, to_prompts
 from ..maths.reward import load_reward, weighted_sum
 from ..sampling.turn_taking import agents_are_running
+from ..setting_types import convert_fields
 from ..texts.prompts import AS_IT_IS, INSTRUCTION, PromptForm, make_form, with_newlines
 from ..training.arguments import (
     check_dataset,
