@@ -32,6 +32,7 @@ from compare_settings import (
     ARMS,
     GENERATIONS,
     HELD_OUT,
+    LONG,
     MEAN_OF,
     PROMPTS,
     ROUNDS,
@@ -238,7 +239,12 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of agents, results, tables and plots")
     parser.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, metavar="SETTING", default=list(SETTINGS), help="default: all"
+        "--settings",
+        nargs="+",
+        choices=SETTINGS,
+        metavar="SETTING",
+        default=[name for name, setting in SETTINGS.items() if setting.rounds <= LONG],
+        help=f"default: all of at most {LONG} rounds",
     )
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, metavar="METHOD", default=list(ARMS), help="methods to run; default: all"
