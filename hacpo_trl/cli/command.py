@@ -99,7 +99,7 @@ def _report(parsed: argparse.Namespace, extra: list[str]) -> int:
 
 
 def _serve(parsed: argparse.Namespace, extra: list[str]) -> int:
-    from ..training.loading import missing_folder
+    from ..hub.origin import missing_folder
 
     for model in parsed.models:
         if (reason := missing_folder(model)) is not None:

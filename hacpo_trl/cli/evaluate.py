@@ -45,11 +45,11 @@ from ..evaluation.scores import (
     results_table,
     write_whole,
 )
+from ..hub.origin import missing_folder
 from ..maths.benchmarks import BENCHMARKS
 from ..maths.problems import load_problems, missing_file
 from ..maths.reward import load_reward, math_reward, weighted_sum
 from ..texts.prompts import INSTRUCTION, PROMPT_FILE, PromptForm, make_form, read_form, with_newlines
-from ..training.loading import missing_folder
 from .console import end_interrupted, show_slow_bars_only
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")

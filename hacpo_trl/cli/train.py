@@ -20,6 +20,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantiz
 from trl.trainer.utils import get_callable_name
 
 from ..config import HACPOConfig
+from ..hub.origin import find_origin
 from ..hub.publishing import check_sharing
 from ..maths.problems import is_local, load_problems, missing_file, to_prompts
 from ..maths.reward import load_reward, weighted_sum
@@ -38,7 +39,6 @@ from ..training.arguments import (
 )
 from ..training.checkpoint import find_checkpoint
 from ..training.fsdp import check_fsdp, own_plugin, uses_fsdp
-from ..training.loading import find_origin
 from ..training.trainer import HACPOTrainer
 from .console import end_interrupted, show_slow_bars_only, tell_held
 from .tryout import sample_team, show_prompt

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
@@ -21,10 +21,7 @@ from .._version import __version__
 from ..config import HACPOConfig, idle_settings
 from ..methods import METHODS, PAPERS
 from ..texts.prompts import PromptForm
-
-if TYPE_CHECKING:
-    from ..training.agent import HACPOAgent
-    from ..training.trainer import HACPOTrainer
+from .publishing import Base
 
 _HUB = "https://huggingface.co"
 
@@ -52,79 +49,113 @@ _TRL = """@software{vonwerra2020trl,
 }"""
 
 
-def write_card(trainer: "HACPOTrainer", agent: "HACPOAgent", folder: str) -> None:
-    """Writes an agent's card.
+@dataclasses.dataclass(frozen=True)
+class AgentFacts:
+    """What a card says of an agent.
 
-    Args:
-        trainer: the leader.
-        agent: whose card it is.
-        folder: of the agent; README.md there is replaced.
+    Attributes:
+        name: in logs and folders.
+        args: its settings.
+        base: the model that it started from.
+        model: the trained model; its configuration and its adapter's are named.
+        repository: the whole id of its repository, None where it is not open.
+        form: in which it was trained.
+        rewards: names of the reward functions that graded its responses.
     """
-    with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
-        file.write(card_text(trainer, agent))
+
+    name: str
+    args: HACPOConfig
+    base: Base
+    model: Any
+    repository: str | None
+    form: PromptForm
+    rewards: list[str]
 
 
-def card_text(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+@dataclasses.dataclass(frozen=True)
+class TeamFacts:
+    """What a card says of the team and its run.
+
+    Attributes:
+        args: the run's settings.
+        agents: the leader first.
+        rounds: how many were trained.
+        train_dataset: the prompts.
+        eval_sets: names of the data sets of evaluations; [""] for one without a name.
+        history: the run's log.
+        details: what the user adds, see `HACPOTrainer.create_model_card`.
+    """
+
+    args: HACPOConfig
+    agents: list[AgentFacts]
+    rounds: int
+    train_dataset: Any
+    eval_sets: list[str]
+    history: list[dict[str, Any]]
+    details: dict[str, Any]
+
+
+def card_text(team: TeamFacts, agent: AgentFacts) -> str:
     """The whole card of an agent, metadata first.
 
     Args:
-        trainer: the leader.
-        agent: whose card it is.
+        team: of the run.
+        agent: whose card it is, one of the team's.
     """
     sections = [
-        f"# {_title(trainer, agent)}\n\n{_introduction(trainer, agent)}",
-        f"## How to use it\n\n{_usage(trainer, agent)}",
-        f"## The team\n\n{_team(trainer, agent)}",
-        f"## Training\n\n{_training(trainer, agent)}",
-        f"## Data\n\n{_data(trainer, agent)}",
+        f"# {_title(team, agent)}\n\n{_introduction(team, agent)}",
+        f"## How to use it\n\n{_usage(agent)}",
+        f"## The team\n\n{_team(team, agent)}",
+        f"## Training\n\n{_training(team, agent)}",
+        f"## Data\n\n{_data(team, agent)}",
     ]
-    results = _results(trainer, agent)
+    results = _results(team, agent)
     if results:
         sections.append(f"## Results\n\n{results}")
     sections += [f"## Versions\n\n{_versions(agent)}", f"## Citation\n\n{_citations(agent)}"]
-    return f"---\n{_metadata(trainer, agent)}---\n\n" + "\n\n".join(sections) + "\n"
+    return f"---\n{_metadata(team, agent)}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _metadata(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
-    details = trainer.card_details
-    tags = ["trl", "hacpo" if trainer.args.shares_rollouts else trainer.args.method, "generated_from_trainer"]
+def _metadata(team: TeamFacts, agent: AgentFacts) -> str:
+    details = team.details
+    tags = ["trl", "hacpo" if team.args.shares_rollouts else team.args.method, "generated_from_trainer"]
     extra = details.get("tags") or []
     data = ModelCardData(
         base_model=agent.base.hub_id,
-        datasets=[name for name in _dataset_names(trainer) if _is_id(name)] or None,
+        datasets=[name for name in _dataset_names(team) if _is_id(name)] or None,
         language=details.get("language"),
         library_name="peft" if is_peft_model(agent.model) else "transformers",
         license=details.get("license"),
-        model_name=_title(trainer, agent),
+        model_name=_title(team, agent),
         pipeline_tag="text-generation",
         tags=tags + ([extra] if isinstance(extra, str) else list(extra)),
     )
     return data.to_yaml() + "\n"
 
 
-def _repository(agent: "HACPOAgent") -> str | None:
+def _repository(agent: AgentFacts) -> str | None:
     """The whole id of an agent's repository, as far as it is known."""
     wanted = agent.args.hub_model_id or ""
-    return agent.hub_model_id or (wanted if "/" in wanted else None)
+    return agent.repository or (wanted if "/" in wanted else None)
 
 
-def _title(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
-    name = trainer.card_details.get("model_name")
-    return f"{name}-{agent.agent_name}" if name else (_repository(agent) or agent.agent_name).split("/")[-1]
+def _title(team: TeamFacts, agent: AgentFacts) -> str:
+    name = team.details.get("model_name")
+    return f"{name}-{agent.name}" if name else (_repository(agent) or agent.name).split("/")[-1]
 
 
 def _link(hub_id: str, revision: str | None = None) -> str:
     return f"[{hub_id}]({_HUB}/{hub_id})" + (f" at `{revision}`" if revision else "")
 
 
-def _base(agent: "HACPOAgent") -> str:
+def _base(agent: AgentFacts) -> str:
     if agent.base.hub_id is not None:
         return _link(agent.base.hub_id, agent.base.revision)
     kind = agent.model.config.model_type
     return f"`{agent.base.title}` (a local {kind} model)" if agent.base.title else f"a {kind} model of no name"
 
 
-def _kind(agent: "HACPOAgent") -> str:
+def _kind(agent: AgentFacts) -> str:
     """What was trained of an agent."""
     if not is_peft_model(agent.model):
         return "all weights"
@@ -141,22 +172,22 @@ def _kind(agent: "HACPOAgent") -> str:
     return text + (f" on a base quantized by {getattr(method, 'value', method)}" if method else "")
 
 
-def _introduction(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+def _introduction(team: TeamFacts, agent: AgentFacts) -> str:
     what = "an adapter of" if is_peft_model(agent.model) else "a fine-tuned version of"
-    others = trainer.num_agents - 1
+    others = len(team.agents) - 1
     text = f"This is {what} {_base(agent)}"
     if not others:
         return f"{text}, trained alone with hacpo_trl, on [TRL](https://github.com/huggingface/trl)."
     models = "another language model" if others == 1 else f"{others} other language models"
-    learned = "It learned together with" if trainer.args.shares_rollouts else "It was trained beside"
+    learned = "It learned together with" if team.args.shares_rollouts else "It was trained beside"
     return (
         f"{text}. {learned} {models}, by hacpo_trl on [TRL](https://github.com/huggingface/trl), and runs without "
         f"{'it' if others == 1 else 'them'}."
     )
 
 
-def _usage(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
-    where = _repository(agent) or agent.agent_name
+def _usage(agent: AgentFacts) -> str:
+    where = _repository(agent) or agent.name
     comment = "" if _repository(agent) else "  # the folder of this card"
     remote = ", trust_remote_code=True" if agent.args.trust_remote_code else ""
     adapter = is_peft_model(agent.model)
@@ -164,7 +195,7 @@ def _usage(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
     imports = [f"from {package} import {loader}", "from transformers import AutoTokenizer"]
     if not adapter:
         imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    form = trainer.prompt_form.for_agent(agent.chat_template_kwargs)
+    form = agent.form
     stop = f", stop_strings={json.dumps(form.stop, ensure_ascii=False)}, tokenizer=tokenizer" if form.stop else ""
     lines = [
         *imports,
@@ -173,7 +204,7 @@ def _usage(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
         f"model = {loader}.from_pretrained(name{remote})",
         f"tokenizer = AutoTokenizer.from_pretrained(name{remote})",
         *_prompt(form),
-        f"output = model.generate(**inputs, max_new_tokens={agent.max_completion_length}{stop})",
+        f"output = model.generate(**inputs, max_new_tokens={agent.args.max_completion_length}{stop})",
         'print(tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     note = "\n\nThe base model is downloaded with it." if adapter else ""
@@ -196,26 +227,25 @@ def _prompt(form: PromptForm) -> list[str]:
     ]
 
 
-def _team(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+def _team(team: TeamFacts, agent: AgentFacts) -> str:
     lines = ["| agent | started from | trained | repository |", "|---|---|---|---|"]
-    for other in trainer.agents:
-        name = f"**{other.agent_name}** (this one)" if other is agent else other.agent_name
+    for other in team.agents:
+        name = f"**{other.name}** (this one)" if other is agent else other.name
         repository = _repository(other)
         lines.append(f"| {name} | {_base(other)} | {_kind(other)} | {_link(repository) if repository else ''} |")
     return "\n".join(lines)
 
 
-def _training(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
-    args = trainer.args
-    rounds = trainer.state.global_step // trainer.updates_per_round
+def _training(team: TeamFacts, agent: AgentFacts) -> str:
+    args = team.args
     prompts = args.generation_batch_size // args.num_generations
-    updates = agent.args.updates_per_round(trainer.num_agents)
+    updates = agent.args.updates_per_round(len(team.agents))
     rows = agent.args.per_device_train_batch_size * agent.args.gradient_accumulation_steps * args.world_size
     lines = [
         f"Method: {METHODS[args.method].title}{_method_settings(args)}: {METHODS[args.method].about}",
         "",
-        f"{rounds} {'round' if rounds == 1 else 'rounds'} of {prompts} prompts x {args.num_generations} responses of "
-        f"each agent; {updates} updates a round, each on up to {rows} responses.",
+        f"{team.rounds} {'round' if team.rounds == 1 else 'rounds'} of {prompts} prompts x {args.num_generations} "
+        f"responses of each agent; {updates} updates a round, each on up to {rows} responses.",
         "",
         "| setting | value |",
         "|---|---|",
@@ -259,12 +289,12 @@ def _shown(value: Any) -> str:
     return "none" if value is None else str(value).replace("|", "\\|")
 
 
-def _dataset_names(trainer: "HACPOTrainer") -> list[str]:
+def _dataset_names(team: TeamFacts) -> list[str]:
     """Ids on the Hub of the prompts, and names that the user gave."""
-    given = trainer.card_details.get("dataset_name")
+    given = team.details.get("dataset_name")
     if given is not None:
         return [given] if isinstance(given, str) else list(given)
-    info = getattr(trainer.train_dataset, "info", None)
+    info = getattr(team.train_dataset, "info", None)
     files = [str(file) for file in (getattr(info, "download_checksums", None) or {})]
     return sorted({found.group(1) for file in files if (found := re.match(r"hf://datasets/([^@]+)@", file))})
 
@@ -277,26 +307,26 @@ def _is_id(name: str) -> bool:
     return not os.path.exists(name) and not name.lower().endswith((".json", ".jsonl", ".csv", ".parquet"))
 
 
-def _data(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
+def _data(team: TeamFacts, agent: AgentFacts) -> str:
     names = [
         f"[{name}]({_HUB}/datasets/{name})" if _is_id(name) else f"`{os.path.basename(os.path.normpath(name))}`"
-        for name in _dataset_names(trainer)
+        for name in _dataset_names(team)
     ]
     where = f" of {', '.join(names)}" if names else ""
-    graded = ", ".join(f"`{name}`" for name in agent.reward_func_names)
-    if isinstance(trainer.train_dataset, Dataset):
-        return f"{len(trainer.train_dataset)} prompts{where}. Responses were graded by {graded}."
+    graded = ", ".join(f"`{name}`" for name in agent.rewards)
+    if isinstance(team.train_dataset, Dataset):
+        return f"{len(team.train_dataset)} prompts{where}. Responses were graded by {graded}."
     return f"A stream of prompts{where}. Responses were graded by {graded}."
 
 
-def _results(trainer: "HACPOTrainer", agent: "HACPOAgent") -> str:
-    name, history = agent.agent_name, trainer.state.log_history
+def _results(team: TeamFacts, agent: AgentFacts) -> str:
+    name, history = agent.name, team.history
     accuracies = []
-    for benchmark, value in (trainer.card_details.get("accuracies") or {}).get(name, {}).items():
+    for benchmark, value in (team.details.get("accuracies") or {}).get(name, {}).items():
         before, after = value if isinstance(value, tuple) else (None, value)
         accuracies.append((f"accuracy, {benchmark}", before, after))
     keys = {"while training": f"{name}/reward"}
-    for eval_set in trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else [""]:
+    for eval_set in team.eval_sets:
         prefix, title = (f"{eval_set}_", f"in evaluation on {eval_set}") if eval_set else ("", "in evaluation")
         keys[title] = f"eval_{prefix}{name}/reward"
     rewards = []
@@ -364,7 +394,7 @@ def _accuracy(value: Any, name: str, benchmark: str) -> float | tuple[float, flo
         ) from None
 
 
-def _versions(agent: "HACPOAgent") -> str:
+def _versions(agent: AgentFacts) -> str:
     packages = ["trl", "transformers", "torch", "datasets", "tokenizers"]
     lines = [f"- hacpo_trl {__version__}"]
     for package in packages + (["peft"] if is_peft_model(agent.model) else []):
@@ -375,7 +405,7 @@ def _versions(agent: "HACPOAgent") -> str:
     return "\n".join(lines)
 
 
-def _citations(agent: "HACPOAgent") -> str:
+def _citations(agent: AgentFacts) -> str:
     papers = dict.fromkeys([*METHODS[agent.args.method].papers, "GRPO"])
     parts = []
     for paper in papers:

@@ -8,11 +8,11 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo, HfApi
@@ -21,11 +21,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .._version import __version__
 from ..config import HACPOConfig
-from ..training.loading import find_origin
-
-if TYPE_CHECKING:
-    from ..training.agent import HACPOAgent
-    from ..training.trainer import HACPOTrainer
+from .origin import find_origin
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _STAGING = ".pushing"
@@ -273,7 +269,7 @@ class Publisher:
 
     def push(
         self,
-        agents: Sequence["HACPOAgent"],
+        bases: Mapping[str, Base],
         output_dir: str,
         *,
         commit_message: str | None,
@@ -285,7 +281,7 @@ class Publisher:
         """Uploads agents that were saved, one after the other.
 
         Args:
-            agents: whose repositories are open.
+            bases: what they started from, by name; their repositories are open.
             output_dir: holds a folder for each of them.
             commit_message: of every commit.
             token: by default each agent's `hub_token`.
@@ -305,20 +301,19 @@ class Publisher:
             shutil.rmtree(os.path.join(self.run_dir, _STAGING), ignore_errors=True)
         results: list[Any] = []
         done: list[str] = []
-        names = [agent.agent_name for agent in agents]
-        for agent in agents:
-            name = agent.agent_name
+        for name, base in bases.items():
+            config = self.configs[name]
             under_way = any(other == name for other, _ in self._running)
-            if background and under_way and not agent.args.hub_always_push:
+            if background and under_way and not config.hub_always_push:
                 continue
             job = {
                 "name": name,
-                "staged": _stage(os.path.join(output_dir, name), self.run_dir, agent.base),
+                "staged": _stage(os.path.join(output_dir, name), self.run_dir, base),
                 "commit_message": commit_message,
-                "token": agent.args.hub_token if token is None else token,
-                "revision": agent.args.hub_revision if revision is None else revision,
+                "token": config.hub_token if token is None else token,
+                "revision": config.hub_revision if revision is None else revision,
                 "done": done,
-                "names": names,
+                "names": list(bases),
                 "home": output_dir,
             }
             if blocking:
@@ -441,21 +436,3 @@ def _write_adapter_config(source: str, target: str, base: Base) -> None:
     settings["revision"] = settings.get("revision") or base.revision
     with open(target, "w", encoding="utf-8") as file:
         json.dump(settings, file, indent=2, sort_keys=True)
-
-
-def push_checkpoint(trainer: "HACPOTrainer", folder: str) -> None:
-    """Pushes the models of a checkpoint in the background, of the agents whose `hub_strategy` says so.
-
-    Args:
-        trainer: the leader.
-        folder: the checkpoint.
-    """
-    agents = [agent for agent in trainer.agents if agent.args.hub_strategy == "every_save"]
-    step = trainer.state.global_step
-    trainer.publisher.push(
-        agents,
-        folder,
-        commit_message=f"Training in progress, round {step // trainer.updates_per_round}, step {step}",
-        blocking=False,
-        background=True,
-    )

@@ -4,14 +4,12 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from accelerate.utils import is_peft_model
+from torch import nn
 from transformers import GenerationConfig
-
-if TYPE_CHECKING:
-    from ..training.agent import HACPOAgent
 
 _SERVERS_MINUS_INFINITY = -9999.0  # JSON has no infinity, and this is what vLLM's server writes instead
 
@@ -35,26 +33,28 @@ def plain_generation_config(model: Any) -> Iterator[None]:
         base.generation_config = kept
 
 
-def connect(agent: "HACPOAgent") -> None:
-    """Lets the other agents go on while this agent's server samples, and names both where the server fails.
+def connect(
+    generation: Any,
+    name: str,
+    out_of_turn: Callable[[Callable[[], Any]], Any],
+    *,
+    needs_sampled_logprobs: bool = False,
+) -> None:
+    """Lets the other agents go on while an agent's server samples, and names both where the server fails.
 
     Every process hands the turn on at the same place, between the gathering of the prompts and the broadcast of the
     responses, so that collective operations keep one order on all of them.
 
     Args:
-        agent: an agent with `vllm_mode="server"`.
+        generation: the agent's `VLLMGeneration` of `vllm_mode="server"`.
+        name: of the agent.
+        out_of_turn: runs a function while the other agents have their turn, and returns its result in this one's.
+        needs_sampled_logprobs: whether the server has to report the log-probabilities that it samples by.
 
     Raises:
-        ValueError: when `source_logps="sampler"` and the server reports other log-probabilities than it samples by.
+        ValueError: when they are needed and the server reports others.
     """
-    generation = agent.vllm_generation
-
-    def out_of_turn(function: Callable[[], Any]) -> Any:
-        result = agent.turns.pause(function)
-        agent.activate()
-        return result
-
-    if not agent.accelerator.is_main_process:
+    if not generation.accelerator.is_main_process:
         generate = generation.generate
 
         @functools.wraps(generate)
@@ -83,54 +83,57 @@ def connect(agent: "HACPOAgent") -> None:
         same()  # a new server would not take part, and the transfer would never end
         return update_here(*args, **kwargs)
 
-    named = functools.partial(_naming, agent, client.base_url)
+    named = functools.partial(_naming, name, client.base_url)
     client.generate = named("generate", lambda *a, **k: out_of_turn(functools.partial(generate_by_the_same, *a, **k)))
     client.update_named_params = named("update_named_params", update_the_same)
     client.reset_prefix_cache = named("reset_prefix_cache", client.reset_prefix_cache)
-    if agent.args.source_logps == "sampler":
+    if needs_sampled_logprobs:
         mode = info["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise ValueError(
-                f"agent {agent.agent_name!r}: source_logps='sampler' needs the log-probabilities that are sampled by, "
+                f"agent {name!r}: source_logps='sampler' needs the log-probabilities that are sampled by, "
                 f"but the server {client.base_url} runs with --logprobs-mode {mode}. Start it with --logprobs-mode "
                 "processed_logprobs (hacpo serve does), or use source_logps='trainer'."
             )
 
 
-def warn_of_equal_samplers(agents: "Sequence[HACPOAgent]") -> None:
+def warn_of_equal_samplers(clients: Mapping[str, Any]) -> None:
     """Warns where the servers of two agents serve one model with one seed, which is vLLM's default.
 
     As long as the agents' weights are equal they would answer equal prompts with equal responses.
+
+    Args:
+        clients: the `VLLMClient` of every agent, by name.
     """
-    seen: dict[tuple[str, int], HACPOAgent] = {}
-    for agent in agents:
-        if not (agent.use_vllm and agent.vllm_mode == "server" and agent.accelerator.is_main_process):
-            continue
-        client = agent.vllm_generation.vllm_client
+    seen: dict[tuple[str, int], str] = {}
+    for name, client in clients.items():
         config = client.get_server_info()["model_config"]
         if "model" not in config or "seed" not in config:
             continue
-        first = seen.setdefault((config["model"], config["seed"]), agent)
-        if first is not agent:
+        first = seen.setdefault((config["model"], config["seed"]), name)
+        if first != name:
             warnings.warn(
-                f"agents {first.agent_name!r} and {agent.agent_name!r}: their servers serve {config['model']!r} with "
+                f"agents {first!r} and {name!r}: their servers serve {config['model']!r} with "
                 f"the same seed, {config['seed']}, and would give both the same responses at first. Start them by "
                 "hacpo serve, or with a --seed of its own for each.",
                 stacklevel=4,
             )
 
 
-def check_engine(agent: "HACPOAgent") -> None:
+def check_engine(model: nn.Module, name: str) -> None:
     """Checks that an engine in the trainer's process has left the trainer's own model as it was.
+
+    Args:
+        model: the trainer's, not wrapped.
+        name: of the agent.
 
     Raises:
         ValueError: when vLLM has rebuilt its class, as it does where it runs an architecture by Transformers' code.
     """
-    model = agent.accelerator.unwrap_model(agent.model)
     for module in model.modules():
         if any(base.__module__.split(".")[0] == "vllm" for base in type(module).__mro__):
             raise ValueError(
-                f"agent {agent.agent_name!r}: vLLM has no implementation of {type(module).__name__} of its own. It "
+                f"agent {name!r}: vLLM has no implementation of {type(module).__name__} of its own. It "
                 "has changed the class of Transformers for its purposes, in the whole process, and the trainer's "
                 "model cannot run any more. Use a server: vllm_mode='server' and vllm_server_urls."
             )
@@ -171,7 +174,7 @@ def _check_instance(client: Any, instance: str | None) -> None:
         raise RuntimeError("it was started anew during the run and holds the weights of its start")
 
 
-def _naming(agent: "HACPOAgent", url: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _naming(agent: str, url: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with errors that name the agent and its server."""
 
     def call(*args, **kwargs):
@@ -179,7 +182,7 @@ def _naming(agent: "HACPOAgent", url: str, name: str, function: Callable[..., An
             return function(*args, **kwargs)
         except Exception as error:
             raise RuntimeError(
-                f"agent {agent.agent_name!r}: its vLLM server {url} failed in {name}: {error}. All checkpoints of "
+                f"agent {agent!r}: its vLLM server {url} failed in {name}: {error}. All checkpoints of "
                 "finished rounds are whole: start the server again, then a new run with "
                 "trainer.train(resume_from_checkpoint=True)."
             ) from error

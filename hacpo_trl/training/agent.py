@@ -144,7 +144,11 @@ class HACPOAgent(FSDPAgent):
         self._taught = torch.zeros(3, device=self.accelerator.device)  # see `_count_taught`
         self._end_id: int | None = None
         if self.use_vllm:
-            connect(self) if self.vllm_mode == "server" else check_engine(self)
+            if self.vllm_mode == "server":
+                sampler = self.args.source_logps == "sampler"
+                connect(self.vllm_generation, agent_name, self._out_of_turn, needs_sampled_logprobs=sampler)
+            else:
+                check_engine(self.accelerator.unwrap_model(self.model), agent_name)
         if residency is not None:
             residency.register(self)
         if agent_index > 0:
@@ -162,6 +166,12 @@ class HACPOAgent(FSDPAgent):
             self.async_loop, self.async_loop_thread = leader.async_loop, leader.async_loop_thread
         self.team_state = lambda: leader.state
         self.reward_func_names = list(leader.reward_func_names)  # a model in DeepSpeed's engine has no name any more
+
+    def _out_of_turn(self, function: Callable[[], Any]) -> Any:
+        """Runs a function while the other agents have their turn."""
+        result = self.turns.pause(function)
+        self.activate()
+        return result
 
     def activate(self) -> None:
         """Makes the process ready to run this agent: before anything else of it is used.

@@ -15,9 +15,10 @@ from transformers.processing_utils import ProcessorMixin
 from trl.trainer.utils import get_config_model_id
 
 from ..config import HACPOConfig
+from ..hub.origin import find_origin, missing_folder
 from ..maths.reward import check_columns
 from ..texts.prompt_check import PromptChecker, Reader, check_prompts
-from .loading import check_trainable, find_origin, missing_folder
+from .loading import check_trainable
 
 # Folders of the run itself: checkpoints, kept completions, TensorBoard's files
 _RESERVED = re.compile(r"checkpoint-\d+|completions|runs", re.IGNORECASE)

@@ -11,16 +11,14 @@ pinned buffer of its driver. What is frozen is copied to the CPU once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import logging
-
-if TYPE_CHECKING:
-    from .agent import HACPOAgent
+from trl import GRPOTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -57,18 +55,18 @@ class Residency:
 
     def __init__(self, shared: set[int]):
         self.shared = shared
-        self.agents: list[HACPOAgent] = []
+        self.agents: list[GRPOTrainer] = []
         self._parked: dict[int, list[_Parked]] = {}  # by agent
         # By the first tensor of a storage. Optimizer states are replaced when a run resumes: the buffers go with them
         self._buffers = WeakTensorKeyDictionary()
 
-    def register(self, agent: "HACPOAgent") -> None:
+    def register(self, agent: GRPOTrainer) -> None:
         """Takes an agent in, awake; the others go to sleep."""
         for other in self.agents:
             self._park(other)
         self.agents.append(agent)
 
-    def wake(self, agent: "HACPOAgent") -> None:
+    def wake(self, agent: GRPOTrainer) -> None:
         """Parks all other agents, then brings this one's states to its device."""
         if agent not in self.agents:  # still being built
             return
@@ -84,8 +82,8 @@ class Residency:
                 part.copy_(piece, non_blocking=True)
             for tensor, offset, shape, strides in entry.tensors:
                 tensor.data = _empty_like(tensor).set_(storage, offset, shape, strides)
-        if agent.buckets is not None:
-            agent.buckets.restore()
+        if (buckets := _buckets(agent)) is not None:
+            buckets.restore()
         if _has_zero3_engine(agent):
             agent.model_wrapped.reload_states()
         _wait(agent.accelerator.device)
@@ -94,7 +92,7 @@ class Residency:
         """Bytes of all agents' states on their devices."""
         return resident_bytes(self.agents)
 
-    def _park(self, agent: "HACPOAgent") -> None:
+    def _park(self, agent: GRPOTrainer) -> None:
         if id(agent) in self._parked:
             return
         device = agent.accelerator.device
@@ -121,8 +119,8 @@ class Residency:
         for entry in parked:
             for tensor, *_ in entry.tensors:
                 tensor.data = _empty_like(tensor)
-        if agent.buckets is not None:
-            agent.buckets.release()
+        if (buckets := _buckets(agent)) is not None:
+            buckets.release()
         self._parked[id(agent)] = parked
 
 
@@ -171,19 +169,25 @@ class GradientBuckets:
             storage.resize_(size)
 
 
-def resident_bytes(agents: "list[HACPOAgent]") -> int:
+def resident_bytes(agents: list[GRPOTrainer]) -> int:
     """Bytes of the states that some agents have on their devices, gradients included; what is shared counts once."""
     seen: dict[int, int] = {}
     for agent in agents:
         tensors = [tensor for tensor, _ in _movable(agent, set())]
         tensors += [p.grad for p in agent.model.parameters() if p.grad is not None]
         storages = [tensor.untyped_storage() for tensor in tensors]
-        storages += [storage for storage, _ in agent.buckets.sizes] if agent.buckets is not None else []
+        buckets = _buckets(agent)
+        storages += [storage for storage, _ in buckets.sizes] if buckets is not None else []
         seen.update((storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes())
     return sum(seen.values())
 
 
-def _movable(agent: "HACPOAgent", shared: set[int]) -> Iterator[tuple[Tensor, bool]]:
+def _buckets(agent: GRPOTrainer) -> GradientBuckets | None:
+    """DDP's buckets, which an agent keeps as its attribute `buckets`."""
+    return getattr(agent, "buckets", None)
+
+
+def _movable(agent: GRPOTrainer, shared: set[int]) -> Iterator[tuple[Tensor, bool]]:
     """An agent's tensors that are moved one by one, each with whether it never changes."""
     engine = _has_zero3_engine(agent)
     for tensor in [*agent.model.parameters(), *agent.model.buffers()]:
@@ -201,7 +205,7 @@ def _movable(agent: "HACPOAgent", shared: set[int]) -> Iterator[tuple[Tensor, bo
     yield from ((tensor, False) for tensor in _optimizer_tensors(agent) if tensor.dim() > 0)  # not the step counts
 
 
-def _optimizer_tensors(agent: "HACPOAgent") -> Iterator[Tensor]:
+def _optimizer_tensors(agent: GRPOTrainer) -> Iterator[Tensor]:
     optimizer: Any = agent.optimizer
     if optimizer is None:
         return
@@ -262,11 +266,11 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-def _has_zero3_engine(agent: "HACPOAgent") -> bool:
+def _has_zero3_engine(agent: GRPOTrainer) -> bool:
     return agent.is_deepspeed_enabled and hasattr(agent.model_wrapped, "offload_states")
 
 
-def _engine_states(agent: "HACPOAgent") -> list[Any]:
+def _engine_states(agent: GRPOTrainer) -> list[Any]:
     """What DeepSpeed itself moves; the optimizer's tensors are moved here, since it moves those of FusedAdam only."""
     from accelerate.utils import is_peft_model
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State

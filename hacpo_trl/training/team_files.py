@@ -11,8 +11,8 @@ from huggingface_hub import CommitInfo
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from ..hub.card import read_accuracies, write_card
-from ..hub.publishing import check_bases, push_checkpoint
+from ..hub.card import AgentFacts, TeamFacts, card_text, read_accuracies
+from ..hub.publishing import Base, check_bases
 from .agent import HACPOAgent
 from .checkpoint import atomic_folder, check_tokenizer, write_team_state
 
@@ -37,7 +37,7 @@ class TeamFiles(HACPOAgent):
         output_dir = self.args.output_dir if output_dir is None else output_dir
         self._save_agents(output_dir, check_tokenizers=not _internal_call)
         if self.args.push_to_hub and not _internal_call and self.is_world_process_zero():
-            self.publisher.push(self.agents, output_dir, commit_message="Model save")
+            self.publisher.push(self._bases(), output_dir, commit_message="Model save")
 
     def _save_agents(self, output_dir: str, *, check_tokenizers: bool) -> None:
         for agent in self.agents:
@@ -45,7 +45,7 @@ class TeamFiles(HACPOAgent):
             with atomic_folder(folder, self.accelerator) as unfinished:
                 HACPOAgent.save_model(agent, unfinished, _internal_call=True)
                 if self.is_world_process_zero():
-                    write_card(self, agent, unfinished)
+                    self._write_card(agent, unfinished)
                     self.prompt_form.for_agent(agent.args.chat_template_kwargs).save(unfinished)
                     if check_tokenizers:  # not in a checkpoint: a resumed run compares with the same start
                         shutil.rmtree(os.path.join(unfinished, "ref"), ignore_errors=True)
@@ -91,7 +91,36 @@ class TeamFiles(HACPOAgent):
             for agent in self.agents:
                 folder = os.path.join(self.args.output_dir, agent.agent_name)
                 os.makedirs(folder, exist_ok=True)
-                write_card(self, agent, folder)
+                self._write_card(agent, folder)
+
+    def _write_card(self, agent: HACPOAgent, folder: str) -> None:
+        facts = {
+            other.agent_name: AgentFacts(
+                name=other.agent_name,
+                args=other.args,
+                base=other.base,
+                model=other.model,
+                repository=other.hub_model_id,
+                form=self.prompt_form.for_agent(other.args.chat_template_kwargs),
+                rewards=other.reward_func_names,
+            )
+            for other in self.agents
+        }
+        team = TeamFacts(
+            args=self.args,
+            agents=list(facts.values()),
+            rounds=self.state.global_step // self.updates_per_round,
+            train_dataset=self.train_dataset,
+            eval_sets=list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else [""],
+            history=self.state.log_history,
+            details=self.card_details,
+        )
+        with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
+            file.write(card_text(team, facts[agent.agent_name]))
+
+    def _bases(self, strategy: str | None = None) -> dict[str, Base]:
+        """What the agents started from, by name: all, or those whose `hub_strategy` it is."""
+        return {agent.agent_name: agent.base for agent in self.agents if strategy in (None, agent.args.hub_strategy)}
 
     def _note_details(self, **details: Any) -> None:
         if details.get("accuracies") is not None:
@@ -156,7 +185,7 @@ class TeamFiles(HACPOAgent):
         if not self.is_world_process_zero():
             return []
         return self.publisher.push(
-            self.agents,
+            self._bases(),
             self.args.output_dir,
             commit_message=commit_message,
             token=token,
@@ -192,7 +221,14 @@ class TeamFiles(HACPOAgent):
         if not self.args.save_only_model:
             self.last_checkpoint = folder
         if self.args.push_to_hub and self.is_world_process_zero():
-            push_checkpoint(self, folder)
+            step = self.state.global_step
+            self.publisher.push(
+                self._bases("every_save"),
+                folder,
+                commit_message=f"Training in progress, round {step // self.updates_per_round}, step {step}",
+                blocking=False,
+                background=True,
+            )
         if self.args.should_save:
             rotate_checkpoints(
                 output_dir=run_dir,

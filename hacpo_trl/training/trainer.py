@@ -221,7 +221,9 @@ class HACPOTrainer(TeamLog, TeamFiles):
             if args.should_save:
                 with contextlib.suppress(OSError):  # it makes its folder long before there is something to put into it
                     os.rmdir(configs[i].output_dir)
-        warn_of_equal_samplers(self.agents)
+        if self.accelerator.is_main_process:
+            served = [agent for agent in self.agents if agent.use_vllm and agent.vllm_mode == "server"]
+            warn_of_equal_samplers({agent.agent_name: agent.vllm_generation.vllm_client for agent in served})
         self.completions = CompletionTables(self) if args.log_completions else None
         if self.is_deepspeed_enabled:
             plugins = {agent.agent_name: agent.args.deepspeed_plugin for agent in self.agents}

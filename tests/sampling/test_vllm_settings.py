@@ -275,18 +275,16 @@ def test_the_turn_is_handed_on_between_the_same_collectives_on_all_processes(mon
             mode="server", accelerator=accelerator, max_completion_length=1, logprobs=0, generation_kwargs={},
             vllm_client=client,
         )  # fmt: skip
-        result = SimpleNamespace(
-            vllm_generation=generation,
-            accelerator=accelerator,
-            turns=turns,
-            agent_name=name,
-            args=SimpleNamespace(source_logps="trainer"),
-            activate=lambda: running.__setitem__(0, name),
-        )
-        connect(result)
+
+        def out_of_turn(function):
+            value = turns.pause(function)
+            running[0] = name
+            return value
+
+        connect(generation, name, out_of_turn)
 
         def sample():
-            result.activate()
+            running[0] = name
             generation.generate(prompts=[[1]], images=None, num_generations=1)
             assert generation.accelerator is accelerator
 
@@ -308,15 +306,11 @@ def test_an_engine_that_changed_the_trainers_model_is_refused(monkeypatch):
     class Changed(torch.nn.Linear):
         pass
 
-    agent = SimpleNamespace(
-        agent_name="a",
-        model=torch.nn.Sequential(Changed(1, 1)),
-        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-    )
-    check_engine(agent)
+    model = torch.nn.Sequential(Changed(1, 1))
+    check_engine(model, "a")
     monkeypatch.setattr(Changed, "__module__", "vllm.compilation.wrapper")
     with pytest.raises(ValueError, match="agent 'a': vLLM has no implementation of Changed.*vllm_mode='server'"):
-        check_engine(agent)
+        check_engine(model, "a")
 
 
 # -- log-probabilities ----------------------------------------------------------------------------------------------

@@ -757,6 +757,6 @@ def test_a_folder_is_not_looked_for_on_the_hub(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(hacpo_trl.training.arguments.AutoConfig, "from_pretrained", hub)
     message = message_of(ValueError, check_models, ["out/agnet-a"], ["a"], [config()], [None])
     assert "there is no such folder; 'out' holds agent-a" in message and "hf download out/agnet-a" in message
-    monkeypatch.setattr(hacpo_trl.training.loading, "try_to_load_from_cache", lambda *names: "/cache/config.json")
+    monkeypatch.setattr(hacpo_trl.hub.origin, "try_to_load_from_cache", lambda *names: "/cache/config.json")
     with pytest.raises(ValueError, match="the Hub is asked"):
         check_models(["out/agnet-a"], ["a"], [config()], [None])
