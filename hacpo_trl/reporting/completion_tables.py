@@ -23,34 +23,32 @@ What it logs under other names becomes further columns.
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers.utils import is_rich_available
+from trl import GRPOConfig
 
 from ..maths.problems import gold_column
 from ..rollouts import Rollout
 from .run_page import COMPLETIONS, completion_tables, readable
-
-if TYPE_CHECKING:
-    from ..training.trainer import HACPOTrainer
 
 
 class CompletionTables:
     """Writes the tables of a run.
 
     Args:
-        trainer: the leader of the team. TRL's own tables, one for each agent and log, are switched off.
+        args: the run's settings.
+        is_main_process: whether this process writes.
     """
 
-    def __init__(self, trainer: "HACPOTrainer"):
-        self.trainer = trainer
+    def __init__(self, args: GRPOConfig, is_main_process: bool):
+        self.args = args
+        self.is_main_process = is_main_process
         self._golds: list[Any] | None = None
-        for agent in trainer.agents:
-            agent.log_completions = False
 
     def begin_run(self, finished_rounds: int) -> None:
         """Removes tables of rounds that are yet to come: an earlier run's, or those that a resumed run redoes.
@@ -58,60 +56,66 @@ class CompletionTables:
         Args:
             finished_rounds: how many rounds the run has behind it.
         """
-        if self.trainer.accelerator.is_main_process:
-            for number, path in completion_tables(self.trainer.args.output_dir).items():
+        if self.is_main_process:
+            for number, path in completion_tables(self.args.output_dir).items():
                 if number > finished_rounds:
                     os.remove(path)
 
     def begin_round(self, inputs: Sequence[dict[str, Any]]) -> None:
-        """Forgets what reward functions have logged before, in an evaluation or in a round.
+        """Keeps the golds of a round.
 
         Args:
             inputs: a row of the data set for each response of an agent on this process.
         """
         column = gold_column(inputs[0])
         self._golds = None if column is None else [row.get(column) for row in inputs]
-        for agent in self.trainer.agents:
-            agent._logs["extra"].clear()
 
-    def write(self, rollouts: Sequence[Rollout], advantages: Tensor) -> None:
+    def write(
+        self,
+        number: int,
+        names: Sequence[str],
+        rollouts: Sequence[Rollout],
+        advantages: Tensor,
+        logs: Sequence[dict[str, Any]],
+    ) -> None:
         """Writes the table of the round that has just been sampled. All processes must take part.
 
         Args:
+            number: of the round, from 1.
+            names: of the agents.
             rollouts: of all agents, on this process.
             advantages: (N, B * G) of each agent's own responses, on all processes.
+            logs: what TRL keeps of each agent's responses: "prompt", "rewards", and "extra" of the reward functions.
         """
-        trainer = self.trainer
-        number = trainer.state.global_step // trainer.updates_per_round + 1
         golds = None if self._golds is None else gather_object(self._golds)
         parts = []
-        for agent, rollout, own in zip(trainer.agents, rollouts, advantages.tolist(), strict=True):
+        for name, rollout, own, log in zip(names, rollouts, advantages.tolist(), logs, strict=True):
             local = zip(rollout.texts, rollout.finished, map(len, rollout.completion_ids), strict=True)
             texts, finished, tokens = zip(*gather_object(list(local)), strict=True)
             part = {
                 "round": [number] * len(texts),
-                "agent": [agent.agent_name] * len(texts),
-                "prompt": list(agent._logs["prompt"]),
+                "agent": [name] * len(texts),
+                "prompt": list(log["prompt"]),
                 "completion": texts,
                 **({} if golds is None else {"gold": golds}),
                 "reward": rollout.rewards.tolist(),
-                **{f"rewards/{name}": list(values) for name, values in agent._logs["rewards"].items()},
+                **{f"rewards/{function}": list(values) for function, values in log["rewards"].items()},
                 "finish_reason": ["stop" if done else "length" for done in finished],
                 "tokens": tokens,
                 "advantage": own,
             }
-            for name, values in agent._logs["extra"].items():
+            for column, values in log["extra"].items():
                 if len(values) == len(texts):  # else the function has not logged one value a completion
-                    part[f"extra/{name}" if name in part else name] = list(values)
+                    part[f"extra/{column}" if column in part else column] = list(values)
             parts.append(part)
-        if trainer.accelerator.is_main_process:
+        if self.is_main_process:
             table = _table(parts)
             self._keep(table, number)
             self._show(table)
             self._report(table)
 
     def _keep(self, table: pa.Table, number: int) -> None:
-        folder = os.path.join(self.trainer.args.output_dir, COMPLETIONS)
+        folder = os.path.join(self.args.output_dir, COMPLETIONS)
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f"round_{number:05d}.parquet")
         pq.write_table(table, f"{path}.unfinished")
@@ -119,7 +123,7 @@ class CompletionTables:
 
     def _show(self, table: pa.Table) -> None:
         """Prints as many responses of every agent as the settings wish."""
-        count = self.trainer.num_completions_to_print
+        count = self.args.num_completions_to_print
         if not count or not is_rich_available():
             return
         from rich.console import Console
@@ -140,7 +144,7 @@ class CompletionTables:
 
     def _report(self, table: pa.Table) -> None:
         """Sends the table to those trackers that show tables, as TRL does."""
-        report_to = self.trainer.args.report_to or []
+        report_to = self.args.report_to or []
         trackers = []
         if "wandb" in report_to:
             import wandb
@@ -153,7 +157,7 @@ class CompletionTables:
         if not trackers:
             return
         frame = table.to_pandas()
-        if self.trainer.log_unique_prompts:
+        if self.args.log_unique_prompts:
             frame = frame[~(frame["agent"] + frame["prompt"].astype(str)).duplicated()]
         for tracker in trackers:
             tracker.log({"completions": tracker.Table(dataframe=frame)})

@@ -4,20 +4,45 @@ import math
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from .advice import RoundSigns, advise
 
-if TYPE_CHECKING:
-    from ..training.trainer import HACPOTrainer
-
 _PHASES = {"sampling": "sample", "grading": "grade", "reencoding": "re-encode", "updating": "update"}
 
 _RECENT = 20
 """The time left is reckoned from this many rounds: later responses are longer or shorter than the first ones."""
+
+
+@dataclass(frozen=True)
+class WatchedTeam:
+    """What `RoundProgress` shows and judges.
+
+    Attributes:
+        names: of the agents.
+        updates_per_round: of the leader.
+        learning_rates: of the agents.
+        shares: whether agents learn from each other.
+        window: rounds of the capability.
+        loudest: the largest factor by which a peer's capability raises its advantages, None where none does.
+        floor: the least capability.
+        signs: sums up the round that ends now; all processes have to call it.
+        timings: seconds of each agent by phase, of the whole run.
+    """
+
+    names: Sequence[str]
+    updates_per_round: int
+    learning_rates: Sequence[float]
+    shares: bool
+    window: int
+    loudest: float | None
+    floor: float
+    signs: Callable[[], RoundSigns]
+    timings: Sequence[Mapping[str, float]]
 
 
 class RoundProgress(TrainerCallback):
@@ -29,11 +54,12 @@ class RoundProgress(TrainerCallback):
     terminal, the lines come without the bar.
 
     Args:
-        trainer: the leader of the team.
+        watch: describes the team; called when a run begins.
     """
 
-    def __init__(self, trainer: "HACPOTrainer"):
-        self.trainer = trainer
+    def __init__(self, watch: Callable[[], WatchedTeam]):
+        self.watch = watch
+        self.team: WatchedTeam
         self.bar: tqdm | None = None
         self._signs: list[RoundSigns] = []
         self._said: set[tuple[str, str]] = set()  # every warning comes once
@@ -42,16 +68,17 @@ class RoundProgress(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Opens the bar."""
+        self.team = self.watch()
         if not state.is_world_process_zero:
             return
-        size = self.trainer.updates_per_round
+        size = self.team.updates_per_round
         self._timings = self._totals()
         self._ends.clear()
         self._ends.append(time.perf_counter())
-        shared = "the share of the peers' responses that taught something, " if self._shares() else ""
+        shared = "the share of the peers' responses that taught something, " if self.team.shares else ""
         _say(
             "Every round: each agent's mean reward, in brackets its capability P over the last "
-            f"{self.trainer.capability.window} rounds, {shared}then the time of the round, what it went into, and "
+            f"{self.team.window} rounds, {shared}then the time of the round, what it went into, and "
             "what is left of the run."
         )
         notebook = "ipykernel" in sys.modules  # draws its own bars, and its stderr is no terminal
@@ -66,10 +93,10 @@ class RoundProgress(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Prints a line behind each round."""
-        size = self.trainer.updates_per_round
+        size = self.team.updates_per_round
         if state.global_step % size:
             return
-        self._signs.append(self.trainer.round_signs())  # all processes take part
+        self._signs.append(self.team.signs())  # all processes take part
         if self.bar is None:
             return
         self.bar.update(1)
@@ -94,30 +121,25 @@ class RoundProgress(TrainerCallback):
             self.bar.close()
             self.bar = None
 
-    def _shares(self) -> bool:
-        return self.trainer.args.shares_rollouts and self.trainer.num_agents > 1
-
     def _advice(self) -> dict[tuple[str, str], str]:
-        trainer = self.trainer
-        counts = trainer.method.scales_peers() and self._shares()
+        team = self.team
         return advise(
             self._signs,
-            trainer.agent_names,
-            learning_rates=[agent.args.learning_rate for agent in trainer.agents],
-            loudest=1 / trainer.capability.ratio_bounds[0] if counts else None,
-            window=trainer.capability.window,
-            floor=trainer.capability.floor if trainer.capability.metric == "positive_rate" else -math.inf,
+            team.names,
+            learning_rates=team.learning_rates,
+            loudest=team.loudest,
+            window=team.window,
+            floor=team.floor,
         )
 
     def _totals(self) -> dict[str, float]:
-        return {key: sum(agent.timings[key] for agent in self.trainer.agents) for key in _PHASES}
+        return {key: sum(timings[key] for timings in self.team.timings) for key in _PHASES}
 
     def _line(self, number: int, rounds: int) -> str:
-        trainer, now = self.trainer, time.perf_counter()
-        capabilities = trainer.capability.capabilities.tolist()
+        now, signs = time.perf_counter(), self._signs[-1]
         agents = "  ".join(
             f"{name} {reward:.3f} (P {capability:.3f})"
-            for name, reward, capability in zip(trainer.agent_names, trainer.round_rewards, capabilities, strict=True)
+            for name, reward, capability in zip(self.team.names, signs.rewards, signs.capabilities, strict=True)
         )
         totals = self._totals()
         seconds = {label: totals[key] - self._timings[key] for key, label in _PHASES.items()}
@@ -129,7 +151,7 @@ class RoundProgress(TrainerCallback):
         self._timings = totals
         self._ends.append(now)
         a_round = (now - self._ends[0]) / (len(self._ends) - 1)
-        heard = self._signs[-1].peers_heard if self._signs else math.nan
+        heard = signs.peers_heard
         peers = "" if math.isnan(heard) else f" | peers heard {100 * heard:.0f} %"
         left = f" | {duration(a_round * (rounds - number))} left" if number < rounds else ""
         return f"round {number}/{rounds}: {agents}{peers} | {duration(whole)}: {shares}{left}"

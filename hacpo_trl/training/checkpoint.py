@@ -6,7 +6,8 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
@@ -17,9 +18,6 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..config import HACPOConfig
 from ..texts.prompts import read_form
-
-if TYPE_CHECKING:
-    from .trainer import HACPOTrainer
 
 TEAM_STATE = "hacpo_state.json"
 _UNFINISHED = ".unfinished"
@@ -59,53 +57,90 @@ def atomic_folder(folder: str, accelerator: Accelerator) -> Iterator[str]:
     accelerator.wait_for_everyone()
 
 
-def _portrait(agent: Any) -> dict[str, Any]:
-    """What must be the same for an agent's weights and optimizer to fit."""
-    config = agent.model.config.get_text_config()
+@dataclass
+class TeamState:
+    """What belongs to the team and not to one agent.
+
+    Attributes:
+        agents: of each agent what must be the same for its weights and optimizer to fit.
+        method: the run's.
+        global_step: the leader's updates.
+        updates_per_round: the leader's.
+        prompts_seen: finished passes over the prompts, and the update at which the running one began.
+        capability: the tracker's state.
+        outside_shares: of each agent the share of the peers' responses outside of its clip range.
+        resumable: whether optimizers are saved, too.
+        exact: what must be the same for a resumed run to see the prompts and the random numbers of the uninterrupted
+            one.
+    """
+
+    agents: list[dict[str, Any]]
+    method: str
+    global_step: int
+    updates_per_round: int
+    prompts_seen: tuple[int, int]
+    capability: dict[str, Any]
+    outside_shares: list[float]
+    resumable: bool
+    exact: dict[str, Any]
+
+    def write(self, folder: str) -> None:
+        """Writes the state into a checkpoint."""
+        state = {
+            "format": _FORMAT,
+            "agents": self.agents,
+            "method": self.method,
+            "global_step": self.global_step,
+            "updates_per_round": self.updates_per_round,
+            "round": self.global_step // self.updates_per_round,
+            "pass": list(self.prompts_seen),
+            "capability": self.capability,
+            "outside_shares": self.outside_shares,
+            "resumable": self.resumable,
+            "exact": self.exact,
+        }
+        with open(os.path.join(folder, TEAM_STATE), "w") as file:
+            json.dump(state, file, indent=2)
+
+    @classmethod
+    def read(cls, folder: str) -> "TeamState":
+        """Reads the state of a checkpoint.
+
+        Raises:
+            ValueError: when the checkpoint is not whole, or of another format.
+        """
+        path = os.path.join(folder, TEAM_STATE)
+        if not os.path.isfile(path):
+            raise ValueError(f"{folder!r} is not a whole checkpoint of HACPOTrainer: {TEAM_STATE} is missing.")
+        with open(path) as file:
+            state = json.load(file)
+        if state["format"] != _FORMAT:
+            raise ValueError(f"{folder!r} has the format {state['format']}; this version reads {_FORMAT}.")
+        return cls(
+            agents=state["agents"],
+            method=state["method"],
+            global_step=state["global_step"],
+            updates_per_round=state["updates_per_round"],
+            prompts_seen=tuple(state.get("pass", (0, 0))),  # release 0.1.0 wrote neither this nor the shares
+            capability=state["capability"],
+            outside_shares=state.get("outside_shares", []),
+            resumable=state["resumable"],
+            exact=state.get("exact", {}),
+        )
+
+
+def portrait(name: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What must be the same for an agent's weights and optimizer to fit, see `TeamState.agents`."""
+    config = model.config.get_text_config()
     return {
-        "name": agent.agent_name,
+        "name": name,
         "model_type": config.model_type,
         "hidden_size": getattr(config, "hidden_size", None),
         "num_hidden_layers": getattr(config, "num_hidden_layers", None),
         "vocab_size": config.vocab_size,
-        "tokens": len(agent.processing_class),
-        "adapter": is_peft_model(agent.model),
+        "tokens": len(tokenizer),
+        "adapter": is_peft_model(model),
     }
-
-
-def _what_exact_resuming_needs(trainer: "HACPOTrainer") -> dict[str, Any]:
-    """What must be the same for a resumed run to see the prompts and the random numbers of the uninterrupted one."""
-    return {
-        "num_generations": trainer.num_generations,
-        "prompts a round": trainer.args.generation_batch_size // trainer.num_generations,
-        "prompts in train_dataset": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
-        "seed": trainer.args.seed,
-        "processes": trainer.accelerator.num_processes,
-    }
-
-
-def write_team_state(folder: str, trainer: "HACPOTrainer") -> None:
-    """Writes what belongs to the team and not to one agent.
-
-    Args:
-        folder: the checkpoint.
-        trainer: the leader.
-    """
-    state = {
-        "format": _FORMAT,
-        "agents": [_portrait(agent) for agent in trainer.agents],
-        "method": trainer.args.method,
-        "global_step": trainer.state.global_step,
-        "updates_per_round": trainer.updates_per_round,
-        "round": trainer.state.global_step // trainer.updates_per_round,
-        "pass": [trainer.finished_passes, trainer.pass_began],
-        "capability": trainer.capability.state_dict(),
-        "outside_shares": [agent.outside_share for agent in trainer.agents],
-        "resumable": not trainer.args.save_only_model,
-        "exact": _what_exact_resuming_needs(trainer),
-    }
-    with open(os.path.join(folder, TEAM_STATE), "w") as file:
-        json.dump(state, file, indent=2)
 
 
 def find_checkpoint(checkpoint: str | bool, args: HACPOConfig) -> str:
@@ -136,55 +171,46 @@ def find_checkpoint(checkpoint: str | bool, args: HACPOConfig) -> str:
     return checkpoint
 
 
-def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[str, dict[str, Any]]:
-    """Finds a checkpoint and makes sure that it is whole and of this team.
+def check_checkpoint(checkpoint: str, here: TeamState) -> TeamState:
+    """Makes sure that a checkpoint is whole and of this team.
 
     Args:
-        checkpoint: a folder, or True for the newest in the run's output folder.
-        trainer: the leader.
+        checkpoint: its folder.
+        here: the state of the team that wants to go on from it.
 
     Returns:
-        The folder and the team's state.
+        The state of the checkpoint.
 
     Raises:
-        ValueError: when there is none, or it is not whole, or it is of other agents or other rounds.
+        ValueError: when it is not whole, or it is of other agents or other rounds.
 
     Warns:
         when the run can go on, but with other prompts or other random numbers.
     """
-    checkpoint = find_checkpoint(checkpoint, trainer.args)
-    path = os.path.join(checkpoint, TEAM_STATE)
-    if not os.path.isfile(path):
-        raise ValueError(f"{checkpoint!r} is not a whole checkpoint of HACPOTrainer: {TEAM_STATE} is missing.")
-    with open(path) as file:
-        state = json.load(file)
-    if state["format"] != _FORMAT:
-        raise ValueError(f"{checkpoint!r} has the format {state['format']}; this version reads {_FORMAT}.")
-    here = [_portrait(agent) for agent in trainer.agents]
-    if state["agents"] != here:
-        there = state["agents"]
-        differences = [f"it has {len(there)} agents, this team {len(here)}"] if len(there) != len(here) else []
-        for old, new in zip(there, here, strict=False):
+    state = TeamState.read(checkpoint)
+    if state.agents != here.agents:
+        there, ours = state.agents, here.agents
+        differences = [f"it has {len(there)} agents, this team {len(ours)}"] if len(there) != len(ours) else []
+        for old, new in zip(there, ours, strict=False):
             differences += [f"{old['name']}: {k} {old[k]!r} there, {new[k]!r} here" for k in old if old[k] != new[k]]
         raise ValueError(f"{checkpoint!r} is a checkpoint of other agents ({'; '.join(differences)}).")
-    if not state["resumable"]:
+    if not state.resumable:
         raise ValueError(
             f"{checkpoint!r} was saved with save_only_model=True and holds no optimizer. Start a new run from its "
             "agents' folders instead."
         )
-    if state["updates_per_round"] != trainer.updates_per_round:
+    if state.updates_per_round != here.updates_per_round:
         raise ValueError(
-            f"{checkpoint!r} is of a run with {state['updates_per_round']} updates a round, this one has "
-            f"{trainer.updates_per_round}. Use the same method, num_iterations, steps_per_generation and "
+            f"{checkpoint!r} is of a run with {state.updates_per_round} updates a round, this one has "
+            f"{here.updates_per_round}. Use the same method, num_iterations, steps_per_generation and "
             "gradient_accumulation_steps."
         )
-    if state["global_step"] % state["updates_per_round"]:
+    if state.global_step % state.updates_per_round:
         raise ValueError(f"{checkpoint!r} was saved inside a round, so the run cannot be continued exactly.")
-    there = state.get("exact", {})
     differences = [
-        f"{key}: {there[key]} there, {value} here"
-        for key, value in _what_exact_resuming_needs(trainer).items()
-        if key in there and there[key] != value
+        f"{key}: {state.exact[key]} there, {value} here"
+        for key, value in here.exact.items()
+        if key in state.exact and state.exact[key] != value
     ]
     if differences:
         warnings.warn(
@@ -193,7 +219,7 @@ def check_checkpoint(checkpoint: str | bool, trainer: "HACPOTrainer") -> tuple[s
             "draws other random numbers.",
             stacklevel=3,
         )
-    return checkpoint, state
+    return state
 
 
 def merge_adapter(folder: str, output_dir: str) -> None:

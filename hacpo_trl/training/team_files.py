@@ -14,7 +14,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from ..hub.card import AgentFacts, TeamFacts, card_text, read_accuracies
 from ..hub.publishing import Base, check_bases
 from .agent import HACPOAgent
-from .checkpoint import atomic_folder, check_tokenizer, write_team_state
+from .checkpoint import TeamState, atomic_folder, check_tokenizer, portrait
 
 
 class TeamFiles(HACPOAgent):
@@ -217,7 +217,7 @@ class TeamFiles(HACPOAgent):
                 self.state.best_model_checkpoint = folder
             if self.args.should_save:
                 self.state.save_to_json(os.path.join(unfinished, TRAINER_STATE_NAME))
-                write_team_state(unfinished, self)
+                self._team_state().write(unfinished)
         if not self.args.save_only_model:
             self.last_checkpoint = folder
         if self.args.push_to_hub and self.is_world_process_zero():
@@ -236,6 +236,26 @@ class TeamFiles(HACPOAgent):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
+
+    def _team_state(self) -> TeamState:
+        prompts = self.train_dataset
+        return TeamState(
+            agents=[portrait(agent.agent_name, agent.model, agent.processing_class) for agent in self.agents],
+            method=self.args.method,
+            global_step=self.state.global_step,
+            updates_per_round=self.updates_per_round,
+            prompts_seen=(self.finished_passes, self.pass_began),
+            capability=self.capability.state_dict(),
+            outside_shares=[agent.outside_share for agent in self.agents],
+            resumable=not self.args.save_only_model,
+            exact={
+                "num_generations": self.num_generations,
+                "prompts a round": self.args.generation_batch_size // self.num_generations,
+                "prompts in train_dataset": len(prompts) if hasattr(prompts, "__len__") else None,
+                "seed": self.args.seed,
+                "processes": self.accelerator.num_processes,
+            },
+        )
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(self._folder(output_dir, self.agent_name))

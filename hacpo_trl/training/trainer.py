@@ -28,7 +28,7 @@ from ..hub.publishing import Publisher, check_sharing
 from ..methods import Pool
 from ..reporting.advice import RoundSigns
 from ..reporting.completion_tables import CompletionTables
-from ..reporting.round_progress import RoundProgress
+from ..reporting.round_progress import RoundProgress, WatchedTeam
 from ..reporting.run_page import RUN_FILE
 from ..sampling.turn_taking import Turns
 from ..sampling.vllm_client import warn_of_equal_samplers
@@ -47,7 +47,7 @@ from .arguments import (
     resolve_rewards,
     warn_if_alone,
 )
-from .checkpoint import check_checkpoint
+from .checkpoint import check_checkpoint, find_checkpoint
 from .fsdp import check_fsdp
 from .loading import check_optimizer, check_trainable, load_adapters, shared_tensors, use_default_adapter
 from .offload import Residency
@@ -224,14 +224,18 @@ class HACPOTrainer(TeamLog, TeamFiles):
         if self.accelerator.is_main_process:
             served = [agent for agent in self.agents if agent.use_vllm and agent.vllm_mode == "server"]
             warn_of_equal_samplers({agent.agent_name: agent.vllm_generation.vllm_client for agent in served})
-        self.completions = CompletionTables(self) if args.log_completions else None
+        self.completions = None
+        if args.log_completions:
+            self.completions = CompletionTables(self.args, self.accelerator.is_main_process)
+            for agent in self.agents:
+                agent.log_completions = False  # TRL's own tables, one for each agent and log
         if self.is_deepspeed_enabled:
             plugins = {agent.agent_name: agent.args.deepspeed_plugin for agent in self.agents}
             AcceleratorState().deepspeed_plugins = plugins
             self.activate()
         for callback in (ProgressCallback, PrinterCallback):
             if self.pop_callback(callback) is not None:
-                self.add_callback(RoundProgress(self))
+                self.add_callback(RoundProgress(self._watched))
         self.add_callback(_PassCounter(self))
         check_trainable([agent.model for agent in self.agents], names)
         for agent, ((optimizer, _), optimizer_class) in zip(self.agents, optimizers, strict=True):
@@ -267,17 +271,18 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self._waiting.clear()
         self.model_wrapped = self.model  # an engine of an earlier run cannot be prepared again
         if resume_from_checkpoint:
-            resume_from_checkpoint, state = check_checkpoint(resume_from_checkpoint, self)
+            resume_from_checkpoint = find_checkpoint(resume_from_checkpoint, self.args)
+            state = check_checkpoint(resume_from_checkpoint, self._team_state())
             self.last_checkpoint = resume_from_checkpoint
-            self.capability.load_state_dict(state["capability"])
-            for agent, share in zip(self.agents, state.get("outside_shares", ()), strict=False):
+            self.capability.load_state_dict(state.capability)
+            for agent, share in zip(self.agents, state.outside_shares, strict=False):
                 agent.outside_share = share
-            self._skip_epochs = self._finished_epochs(state["global_step"])
-            self.finished_passes, self.pass_began = state.get("pass", (0, 0))
-            if state["global_step"] >= self._total_steps():
-                return self._load_finished(resume_from_checkpoint, state["global_step"])
+            self._skip_epochs = self._finished_epochs(state.global_step)
+            self.finished_passes, self.pass_began = state.prompts_seen
+            if state.global_step >= self._total_steps():
+                return self._load_finished(resume_from_checkpoint, state.global_step)
         if self.completions is not None:
-            self.completions.begin_run(state["global_step"] // self.updates_per_round if resume_from_checkpoint else 0)
+            self.completions.begin_run(state.global_step // self.updates_per_round if resume_from_checkpoint else 0)
         self._write_run_file()
         # The loop begins an empty log, or one with a checkpoint's. What was evaluated before the run belongs to it
         before = self.state.log_history[self._logged_in_training or 0 :]
@@ -414,6 +419,8 @@ class HACPOTrainer(TeamLog, TeamFiles):
     def _start_round(self, inputs: list[dict[str, Any]]) -> None:
         if self.completions is not None:
             self.completions.begin_round(inputs)
+            for agent in self.agents:
+                agent._logs["extra"].clear()  # of an evaluation, or of the round before
         if self.residency is None:
             rollouts = self.turns.run([functools.partial(agent.sample, inputs) for agent in self.agents])
         else:  # handing the turn on would bring an agent's states to the device and back once more
@@ -430,7 +437,9 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self._differing = _differing(rewards, pooled=self.method.pools_rewards)
         self._with_advantage = _with_advantage(advantages)
         if self.completions is not None:
-            self.completions.write(rollouts, advantages.diagonal().T)
+            number = self.state.global_step // self.updates_per_round + 1
+            logs = [agent._logs for agent in self.agents]
+            self.completions.write(number, self.agent_names, rollouts, advantages.diagonal().T, logs)
         local = len(rollouts[0])
         start = self.accelerator.process_index * local
         here = slice(start, start + local)
@@ -478,6 +487,22 @@ class HACPOTrainer(TeamLog, TeamFiles):
                 f"A response got the reward {_largest(rewards):g}, above max_reward={self.args.max_reward:g}. Set "
                 "max_reward to the largest reward that a response can have: it bounds the baseline."
             )
+
+    def _watched(self) -> WatchedTeam:
+        """What `RoundProgress` shows and judges."""
+        capability = self.capability
+        shares = self.args.shares_rollouts and self.num_agents > 1
+        return WatchedTeam(
+            names=self.agent_names,
+            updates_per_round=self.updates_per_round,
+            learning_rates=[agent.args.learning_rate for agent in self.agents],
+            shares=shares,
+            window=capability.window,
+            loudest=1 / capability.ratio_bounds[0] if self.method.scales_peers() and shares else None,
+            floor=capability.floor if capability.metric == "positive_rate" else -math.inf,
+            signs=self.round_signs,
+            timings=[agent.timings for agent in self.agents],
+        )
 
     def round_signs(self) -> RoundSigns:
         """What the round that ends now tells, over all processes; all of them have to call it."""

@@ -1,6 +1,7 @@
 """What a person sees while a team trains."""
 
 import io
+import math
 import re
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 from support.tiny_teams import config, dataset, digit_reward, team
 
 from hacpo_trl import HACPOTrainer
+from hacpo_trl.reporting.advice import RoundSigns
 from hacpo_trl.reporting.round_progress import RoundProgress, duration
 
 PAIR = ["char", "bpe"]
@@ -106,7 +108,8 @@ def test_evaluations_of_several_data_sets_are_printed(agent_folders, tmp_path, c
 def test_the_time_left_is_that_of_the_last_rounds(agent_folders, tmp_path, monkeypatch):
     """Rounds of 100 s at first, of 10 s later: after 5 rounds it is a mean, after 30 the first ones are forgotten."""
     trainer = team(agent_folders, PAIR, config(tmp_path))
-    progress, now = RoundProgress(trainer), [0.0]
+    progress, now = RoundProgress(trainer._watched), [0.0]
+    progress._signs.append(RoundSigns([0.5] * 2, 1.0, [0.5] * 2, [math.nan] * 2, [math.nan] * 2, [], [], []))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     state = type("State", (), {"is_world_process_zero": True, "global_step": 0, "max_steps": 4 * 100})()
     progress.on_train_begin(trainer.args, state, None)
