@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "hacpo_trl"
 
 # A room imports rooms that stand before it, and modules of its own
 ORDER = """_version _contract objective capability methods texts rollouts maths sampling memory playground evaluation
-reporting config hub training cli""".split()
+reporting setting_types config hub training cli""".split()
 
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 
