@@ -430,7 +430,8 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     prompts = args.generation_batch_size // args.num_generations
     lines = [f"method {args.method}, {count} agents, {processes} process{'es' * (processes > 1)}:"]
     for name, model, config in zip(names, script.models, configs, strict=True):
-        size, accumulation = config.per_device_train_batch_size, config.gradient_accumulation_steps
+        size = config.per_device_train_batch_size * config.rows_factor(count)
+        accumulation = config.gradient_accumulation_steps
         lines.append(
             f"  {name}: {model}, learning rate {config.learning_rate:g}, micro-batches of {size} x {accumulation} an "
             f"update, responses up to {config.max_completion_length} tokens"
@@ -497,7 +498,7 @@ def _memory(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig)
             fsdp=sharding is not None,
             offload_optimizer=plugin is not None and plugin.offload_optimizer_device not in (None, "none"),
             reference=args.beta != 0,
-            micro_batch=args.per_device_train_batch_size,
+            micro_batch=args.per_device_train_batch_size * args.rows_factor(len(script.models)),
             length=args.max_completion_length + 1024,
             sample_rows=0
             if args.use_vllm

@@ -17,6 +17,7 @@ from trl.trainer.utils import get_config_model_id
 from ..config import HACPOConfig
 from ..hub.origin import find_origin, missing_folder
 from ..maths.reward import check_columns
+from ..methods import METHODS
 from ..texts.prompt_check import PromptChecker, Reader, check_prompts
 from .loading import check_trainable
 
@@ -515,5 +516,9 @@ def check_offload(configs: Sequence[HACPOConfig], quantizations: Sequence[Any]) 
 
 def warn_if_alone(names: Sequence[str], args: HACPOConfig) -> None:
     """Says when a setting of the team cannot act because there is one agent only."""
-    if len(names) == 1 and args.method == "naive":
-        warnings.warn("method='naive' with one agent is GSPO: there is nobody to share with.", stacklevel=4)
+    # HACPO alone is GSPO, and the default: nobody has asked for sharing by it
+    if len(names) == 1 and args.method != "hacpo" and METHODS[args.method].pools_rewards:
+        warnings.warn(
+            f"method={args.method!r} with one agent: there is nobody to share with, it learns from its own responses.",
+            stacklevel=4,
+        )
