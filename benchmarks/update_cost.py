@@ -1,6 +1,6 @@
 """What the updates of a round cost: seconds and tokens, with and without what saves them, and beside GRPOTrainer.
 
-    python benchmarks/update_cost.py --out results                 # most of it is the team "25M"
+    python benchmarks/update_cost.py --out results                 # an hour, most of it for the team "25M"
     python benchmarks/update_cost.py --out results --quick         # seconds: one small team, one round
 
 All arms of a team start from the same weights and see the same prompts; they run in turn, so that a drifting machine
