@@ -1,4 +1,4 @@
-"""HACPOAgent: one policy of a team. The only places that touch trainer internals are this file and trainer.py."""
+"""HACPOAgent: one policy of a team. It and the trainer are what touches TRL's internals, see `_contract.py`."""
 
 import contextlib
 import functools
