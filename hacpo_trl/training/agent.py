@@ -514,7 +514,8 @@ class HACPOAgent(FSDPAgent):
                 for row, values, ratio in zip(batch, logps.float().cpu(), found.tolist(), strict=True):
                     row.per_token["old_per_token_logps"] = values[: len(row.completion_ids)].clone()
                     ratios[id(row)] = ratio
-        self.reshard()
+        if passes:
+            self.reshard()
         ratio = torch.tensor([ratios.get(id(row), 1.0) for row in rows])
         factors = self.method.admit(ratio, torch.tensor([row.advantage for row in rows]))
         for row, factor in zip(rows, factors.tolist(), strict=True):
