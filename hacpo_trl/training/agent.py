@@ -108,7 +108,7 @@ class HACPOAgent(FSDPAgent):
         self._peer_rows: list[Row] = []  # those of peers, until the updates are planned
         self._plan: list[list[Row]] = []
         self._left_out: list[Counter[int]] = []
-        self._counts: list[Counts] = []
+        self._counts = [self._count(args, 1.0, 0.0)]  # of the updates of a pass over the round
         self._first_update: int | None = None  # index of the round's first update that steps
         self._update: list[list[Row]] = []  # micro-batches of the running update
         self._batch: list[Row] = []  # the running micro-batch
@@ -558,16 +558,17 @@ class HACPOAgent(FSDPAgent):
         if self.method.counts_tokens and self.accelerator.num_processes > 1:
             local = torch.tensor([tokens, peers], dtype=torch.float32, device=self.accelerator.device)
             tokens, peers = self.accelerator.reduce(local, "mean").tolist()
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.rows_factor(self.num_agents)
-        self._counts = [
-            Counts(rows, max(t, 1.0), p, self.max_completion_length) for t, p in zip(tokens, peers, strict=True)
-        ]
+        self._counts = [self._count(args, *counted) for counted in zip(tokens, peers, strict=True)]
         stepping = [i for i, batch in enumerate(self._plan) if batch]
         from_sampler = shares and args.source_logps == "sampler" and not self._corrects_sampler
         self._first_update = None
         if stepping and not from_sampler:
             self._first_update = stepping[0] // args.gradient_accumulation_steps
         self.timings["reencoding"] += time.perf_counter() - started
+
+    def _count(self, args: HACPOConfig, tokens: float, peers: float) -> Counts:
+        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.rows_factor(self.num_agents)
+        return Counts(rows, max(tokens, 1.0), peers, args.max_completion_length)
 
     @property
     def _skips_updates(self) -> bool:
