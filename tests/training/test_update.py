@@ -190,14 +190,13 @@ def test_micro_batches_by_tokens_train_the_same_weights(agent_folders, tmp_path,
         before, sizes = all_weights(trainer), []
         for agent in trainer.agents:
             unlike(agent)
-            begin = agent.begin_round
+            plan = agent.plan_updates
 
-            def watched(*args, agent=agent, begin=begin, sizes=sizes):
-                shares = begin(*args)
+            def watched(agent=agent, plan=plan, sizes=sizes):
+                plan()
                 sizes += map(padded_tokens, agent._plan)
-                return shares
 
-            agent.begin_round = watched
+            agent.plan_updates = watched
         trainer.train()
         ends.append(all_weights(trainer))
         peaks.append(max(sizes))
