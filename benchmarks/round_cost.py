@@ -69,7 +69,8 @@ def hacpo_seconds(rounds: int, skip: bool, output_dir: str) -> tuple[float, floa
     own = Stopwatch()
     trainer._advantages = own.time(trainer._advantages)
     for agent in trainer.agents:
-        agent.begin_round = own.time(agent.begin_round)  # re-encoding and planning
+        agent.begin_round = own.time(agent.begin_round)  # re-encoding
+        agent.plan_updates = own.time(agent.plan_updates)
         agent._collate = own.time(agent._collate)  # batching
         agent.statistics.add = own.time(agent.statistics.add)
         agent.drain_statistics = own.time(agent.drain_statistics)
