@@ -62,7 +62,7 @@ def probe(trainer: HACPOTrainer, pool: list[dict[str, str]]) -> list[dict]:
     rewards = torch.stack([r.rewards for r in rollouts]).view(len(rollouts), -1, GENERATIONS)
     saved = trainer.capability.state_dict()
     trainer.capability.update(rewards)
-    signal = [part.flatten(2) for part in trainer.method.signal(trainer._pool(rewards))]
+    signal = [part.flatten(2) for part in trainer._signal(rewards)]
     trainer.capability.load_state_dict(saved)
     entries = []
     for k, learner in enumerate(trainer.agents):

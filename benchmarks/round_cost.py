@@ -67,7 +67,7 @@ def hacpo_seconds(rounds: int, skip: bool, output_dir: str) -> tuple[float, floa
     trainer = HACPOTrainer([shipped_agent(name) for name in AGENTS], answer_reward, args, prompts(rounds))
     trainer.remove_callback(RoundProgress)
     own = Stopwatch()
-    trainer._advantages = own.time(trainer._advantages)
+    trainer._signal = own.time(trainer._signal)  # advantages
     for agent in trainer.agents:
         agent.begin_round = own.time(agent.begin_round)  # re-encoding
         agent.plan_updates = own.time(agent.plan_updates)

@@ -25,7 +25,7 @@ from .._contract import check_versions, hush_renamed
 from ..capability import CapabilityTracker
 from ..config import HACPOConfig
 from ..hub.publishing import Publisher, check_sharing
-from ..methods import Pool
+from ..methods import Pool, Signal
 from ..reporting.advice import RoundSigns
 from ..reporting.completion_tables import CompletionTables
 from ..reporting.round_progress import RoundProgress, WatchedTeam
@@ -431,8 +431,9 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self.round_rewards = rewards.flatten(1).nanmean(1).tolist()
         self._check_max_reward(rewards)
 
-        signal = self.method.signal(self._pool(rewards))
-        advantages, weights, taken = (part.flatten(2) for part in signal)  # (N learners, N sources, B * G)
+        advantages, weights, taken = (
+            part.flatten(2) for part in self._signal(rewards)
+        )  # (N learners, N sources, B * G)
         advantages = torch.where(taken, advantages, 0.0)
         self._differing = _differing(rewards, pooled=self.method.pools_rewards)
         self._with_advantage = _with_advantage(advantages)
@@ -468,10 +469,10 @@ class HACPOTrainer(TeamLog, TeamFiles):
             peers = [peer for peer in self.agents if peer is not agent]
             agent.measure(set().union(*(peer.heard(agent.agent_index) for peer in peers)))
 
-    def _pool(self, rewards: torch.Tensor) -> Pool:
-        """The round's graded responses, from rewards (N, B, G)."""
+    def _signal(self, rewards: torch.Tensor) -> Signal:
+        """What every learner takes from the round's graded responses, from rewards (N, B, G)."""
         args, number = self.args, self.state.global_step // self.updates_per_round
-        return Pool(
+        pool = Pool(
             rewards,
             self.capability.capabilities,
             self.capability.reward_variances,
@@ -480,6 +481,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
             max_reward=max(args.max_reward, _largest(rewards)),
             generator=torch.Generator().manual_seed(args.seed * 1_000_003 + number),
         )
+        return self.method.signal(pool)
 
     def _check_max_reward(self, rewards: torch.Tensor) -> None:
         if _largest(rewards) > self.args.max_reward:
