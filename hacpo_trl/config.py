@@ -360,7 +360,13 @@ class HACPOConfig(GRPOConfig):
         Raises:
             ValueError: for settings that it does not have, or that cannot work.
         """
-        return METHODS[self.method].from_settings(self.method_settings or {}, self)
+        method, settings = METHODS[self.method], dict(self.method_settings or {})
+        try:
+            for name in settings.keys() & method.__dataclass_fields__.keys():
+                settings[name] = converted(method, name, settings[name])
+        except ValueError as error:
+            raise ValueError(f"method_settings of {self.method!r}: {error}") from None
+        return method.from_settings(settings, self)
 
     def updates_factor(self, num_agents: int) -> int:
         """How many times the updates on own responses a pass over a round has."""
@@ -382,6 +388,8 @@ class HACPOConfig(GRPOConfig):
         return own * self.updates_factor(num_agents)
 
     def __post_init__(self):
+        if isinstance(self.method, type) and issubclass(self.method, Method):
+            raise ValueError(f"method is the class {self.method.__name__}; pass an object: {self.method.__name__}().")
         if isinstance(self.method, Method):  # a user's own: from now on known by its name
             if self.method_settings:
                 raise ValueError("method_settings and a method object are both given: put them into the object.")
@@ -432,7 +440,9 @@ class HACPOConfig(GRPOConfig):
             try:
                 self.method_settings = json.loads(self.method_settings)
             except json.JSONDecodeError as error:
-                raise ValueError(f"method_settings is not valid JSON: {error}.") from None
+                raise ValueError(
+                    f"method_settings is not valid JSON: {error}. Write e.g. '{{\"floor\": 0.7}}'."
+                ) from None
         if not isinstance(self.method_settings, (dict, type(None))):
             raise ValueError(
                 f"method_settings={self.method_settings!r} must map settings of the method to values, e.g. "
@@ -502,6 +512,12 @@ class HACPOConfig(GRPOConfig):
     def _check_clipping(self) -> None:
         if isinstance(self.peer_clip_delta, str):
             raise ValueError(f"peer_clip_delta={self.peer_clip_delta!r} must be a number in [0, 1] or 'none'.")
+        if self.peer_clip_delta is not None and not 0 <= self.peer_clip_delta <= 1:
+            raise ValueError(
+                f"peer_clip_delta={self.peer_clip_delta} must lie in [0, 1], or be 'none'; the paper's value is 0.2."
+            )
+        if self.beta < 0:
+            raise ValueError(f"beta={self.beta:g} must not be negative; 0 leaves the reference out.")
         peer_clip_lower(0, self.peer_clip_delta or 0.0, self.peer_clip_step)
         if not self.alpha >= 0:
             raise ValueError(f"alpha={self.alpha} must not be negative; 0 switches the damping off.")

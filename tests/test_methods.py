@@ -280,8 +280,11 @@ def test_settings_of_a_method(tmp_path):
     assert config(tmp_path, method="graft", method_settings='{"floor": 0.7}').build_method() == Graft(floor=0.7)
     for settings, words in (
         ({"flor": 0.7}, "it has floor, gate, balance, prompts, success_only, pooled. Did you mean 'floor'?"),
-        ({"floor": -1}, "graft: floor=-1 must be at least 0; the paper's value is 0.8"),
+        ({"floor": -1}, "graft: floor=-1 must be in [0, 1); the paper's value is 0.8"),
         ("{floor}", "method_settings is not valid JSON"),
+        ({"floor": 7}, "graft: floor=7 must be in [0, 1)"),
+        ({"floor": "high"}, "method_settings of 'graft': floor='high' must be a number, e.g. 0.8."),
+        ({"gate": "maybe"}, "method_settings of 'graft': gate='maybe' must be true or false, e.g. True."),
         ([1], "must map settings of the method to values"),
     ):
         with pytest.raises(ValueError) as error:
@@ -289,6 +292,12 @@ def test_settings_of_a_method(tmp_path):
         assert words in str(error.value)
     with pytest.raises(ValueError, match="sets 'delta', which is a setting of its own: peer_clip_delta"):
         config(tmp_path, method_settings={"delta": 0.1})
+    written = config(tmp_path, method="graft", method_settings={"floor": "0.7", "success_only": "no"}).build_method()
+    assert written == Graft(floor=0.7, success_only=False)
+    with pytest.raises(ValueError, match=r"method is the class Graft; pass an object: Graft\(\)"):
+        config(tmp_path, method=Graft)
+    with pytest.raises(ValueError, match="beta=-1 must not be negative"):
+        config(tmp_path, beta=-1.0)
     with pytest.raises(ValueError, match="method='graf' is unknown; use one of hacpo, naive"):
         config(tmp_path, method="graf")
 

@@ -37,7 +37,7 @@ from ..training.arguments import (
     resolve_names,
     resolve_rewards,
 )
-from ..training.checkpoint import find_checkpoint
+from ..training.checkpoint import CheckpointError, TeamState, check_rounds, find_checkpoint
 from ..training.fsdp import check_fsdp, own_plugin, uses_fsdp
 from ..training.trainer import HACPOTrainer
 from .console import end_interrupted, show_slow_bars_only, tell_held
@@ -192,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"Pushed: {name} to {commit.commit_url}")
         else:
             trainer.save_model()
+    except CheckpointError as error:
+        return _failure(error)
     except KeyboardInterrupt:
         speaks = trainer.is_world_process_zero()
         return end_interrupted("train", _how_to_resume(trainer), main_process=speaks, at_once=agents_are_running())
@@ -428,6 +430,9 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     own = args.steps_per_generation // args.gradient_accumulation_steps * args.num_iterations
     updates = args.updates_per_round(count)
     prompts = args.generation_batch_size // args.num_generations
+    if args.resume_from_checkpoint is not None:
+        checkpoint = find_checkpoint(_resume(args), args)
+        check_rounds(checkpoint, TeamState.read(checkpoint), args.method, updates)
     lines = [f"method {args.method}, {count} agents, {processes} process{'es' * (processes > 1)}:"]
     for name, model, config in zip(names, script.models, configs, strict=True):
         size = config.per_device_train_batch_size * config.rows_factor(count)

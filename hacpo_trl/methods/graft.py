@@ -52,7 +52,8 @@ class Graft(TokenClip, Method):
     beta: ClassVar[float] = 0.0
 
     def __post_init__(self):
-        check(self, "floor", self.floor >= 0, "at least 0; the paper's value is 0.8")
+        fine = 0 <= self.floor < 1 or self.floor == torch.inf
+        check(self, "floor", fine, "in [0, 1); the paper's value is 0.8")
         check(self, "prompts", self.prompts in _PROMPTS, f"one of {', '.join(_PROMPTS)}")
 
     def signal(self, pool: Pool) -> Signal:

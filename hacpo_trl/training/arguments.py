@@ -409,8 +409,9 @@ def _check_count(dataset: Any, what: str, args: HACPOConfig) -> None:
     if isinstance(dataset, Dataset) and len(dataset) < needed:
         raise ValueError(
             f"{what} has {len(dataset)} prompts, but a round takes {needed} (generation_batch_size="
-            f"{args.generation_batch_size} / num_generations={args.num_generations}). Use more prompts or smaller "
-            "rounds."
+            f"{args.generation_batch_size} / num_generations={args.num_generations}). Use more prompts, or a smaller "
+            "round: a smaller per_device_train_batch_size or steps_per_generation (now "
+            f"{args.per_device_train_batch_size} and {args.steps_per_generation})."
         )
 
 

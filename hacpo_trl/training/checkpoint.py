@@ -57,6 +57,10 @@ def atomic_folder(folder: str, accelerator: Accelerator) -> Iterator[str]:
     accelerator.wait_for_everyone()
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that the run cannot go on from."""
+
+
 @dataclass
 class TeamState:
     """What belongs to the team and not to one agent.
@@ -107,15 +111,15 @@ class TeamState:
         """Reads the state of a checkpoint.
 
         Raises:
-            ValueError: when the checkpoint is not whole, or of another format.
+            CheckpointError: when the checkpoint is not whole, or of another format.
         """
         path = os.path.join(folder, TEAM_STATE)
         if not os.path.isfile(path):
-            raise ValueError(f"{folder!r} is not a whole checkpoint of HACPOTrainer: {TEAM_STATE} is missing.")
+            raise CheckpointError(f"{folder!r} is not a whole checkpoint of HACPOTrainer: {TEAM_STATE} is missing.")
         with open(path) as file:
             state = json.load(file)
         if state["format"] != _FORMAT:
-            raise ValueError(f"{folder!r} has the format {state['format']}; this version reads {_FORMAT}.")
+            raise CheckpointError(f"{folder!r} has the format {state['format']}; this version reads {_FORMAT}.")
         return cls(
             agents=state["agents"],
             method=state["method"],
@@ -171,6 +175,31 @@ def find_checkpoint(checkpoint: str | bool, args: HACPOConfig) -> str:
     return checkpoint
 
 
+def check_rounds(checkpoint: str, state: TeamState, method: str, updates_per_round: int) -> None:
+    """Makes sure that a run goes on by the method and with the rounds that it began with.
+
+    Args:
+        checkpoint: its folder.
+        state: its state.
+        method: of the run that wants to go on.
+        updates_per_round: of that run's leader.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    if state.method != method:
+        raise CheckpointError(
+            f"{checkpoint!r} is of a run with method={state.method!r}, this one has {method!r}. Go on with "
+            f"method={state.method!r}, or start a new run from the folders of the checkpoint's agents."
+        )
+    if state.updates_per_round != updates_per_round:
+        raise CheckpointError(
+            f"{checkpoint!r} is of a run with {state.updates_per_round} updates a round, this one has "
+            f"{updates_per_round}. Use the same num_iterations, steps_per_generation, gradient_accumulation_steps and "
+            "rollout_order."
+        )
+
+
 def check_checkpoint(checkpoint: str, here: TeamState) -> TeamState:
     """Makes sure that a checkpoint is whole and of this team.
 
@@ -182,7 +211,7 @@ def check_checkpoint(checkpoint: str, here: TeamState) -> TeamState:
         The state of the checkpoint.
 
     Raises:
-        ValueError: when it is not whole, or it is of other agents or other rounds.
+        CheckpointError: when it is not whole, or it is of other agents, another method or other rounds.
 
     Warns:
         when the run can go on, but with other prompts or other random numbers.
@@ -193,20 +222,15 @@ def check_checkpoint(checkpoint: str, here: TeamState) -> TeamState:
         differences = [f"it has {len(there)} agents, this team {len(ours)}"] if len(there) != len(ours) else []
         for old, new in zip(there, ours, strict=False):
             differences += [f"{old['name']}: {k} {old[k]!r} there, {new[k]!r} here" for k in old if old[k] != new[k]]
-        raise ValueError(f"{checkpoint!r} is a checkpoint of other agents ({'; '.join(differences)}).")
+        raise CheckpointError(f"{checkpoint!r} is a checkpoint of other agents ({'; '.join(differences)}).")
     if not state.resumable:
-        raise ValueError(
+        raise CheckpointError(
             f"{checkpoint!r} was saved with save_only_model=True and holds no optimizer. Start a new run from its "
             "agents' folders instead."
         )
-    if state.updates_per_round != here.updates_per_round:
-        raise ValueError(
-            f"{checkpoint!r} is of a run with {state.updates_per_round} updates a round, this one has "
-            f"{here.updates_per_round}. Use the same method, num_iterations, steps_per_generation and "
-            "gradient_accumulation_steps."
-        )
+    check_rounds(checkpoint, state, here.method, here.updates_per_round)
     if state.global_step % state.updates_per_round:
-        raise ValueError(f"{checkpoint!r} was saved inside a round, so the run cannot be continued exactly.")
+        raise CheckpointError(f"{checkpoint!r} was saved inside a round, so the run cannot be continued exactly.")
     differences = [
         f"{key}: {state.exact[key]} there, {value} here"
         for key, value in here.exact.items()

@@ -166,8 +166,10 @@ def test_a_checkpoint_of_other_agents_is_refused(agent_folders, whole_run, tmp_p
         run(agent_folders, tmp_path, resume=checkpoint, names=["char", "mini"])
     with pytest.raises(ValueError, match="other agents.*2 agents, this team 3"):
         run(agent_folders, tmp_path, resume=checkpoint, names=["char", "bpe", "mini"])
+    with pytest.raises(ValueError, match="of a run with method='hacpo', this one has 'naive'. Go on with"):
+        run(agent_folders, tmp_path, resume=checkpoint, method="naive")
     with pytest.raises(ValueError, match="4 updates a round, this one has 2"):
-        run(agent_folders, tmp_path, resume=checkpoint, method="gspo")
+        run(agent_folders, tmp_path, resume=checkpoint, rollout_order="merged")
     with pytest.raises(ValueError, match="There is no checkpoint"):
         run(agent_folders, tmp_path / "empty", resume=True)
 
