@@ -78,8 +78,9 @@ class HACPOConfig(GRPOConfig):
 
     A *round* is: every agent samples `num_generations` responses to each prompt of the generation batch, then every
     agent is updated on the responses of all. One round of N agents has
-    `num_iterations * N * steps_per_generation / gradient_accumulation_steps` updates (for "gspo" and "grpo" without
-    the factor N). Saving, evaluating and stopping wait for the end of the round.
+    `num_iterations * N * steps_per_generation / gradient_accumulation_steps` updates (without the factor N where
+    nothing is shared, or where a method makes as many updates as alone). Saving, evaluating and stopping wait for the
+    end of the round.
 
     Args:
         method: a name of `methods.METHODS`, see docs/methods.md, or an object of your own. Among them "hacpo"; "naive"
