@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -220,11 +220,15 @@ def test_sleeping_agents_need_zero_3(agent_folders, tmp_path, zero_environment):
 
 
 def test_a_shared_base_under_zero_3(agent_folders, tmp_path, zero_environment):
-    """Two adapters on one sharded base: as in one process."""
+    """A saved adapter, which goes on training, and a new one on one sharded base: as in one process."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(agent_folders["bpe"]), adapter)
+    model.save_pretrained(tmp_path / "one")
+    AutoTokenizer.from_pretrained(agent_folders["bpe"]).save_pretrained(tmp_path / "one")
     settings = {
-        "models": [agent_folders["bpe"]] * 2,
+        "models": [str(tmp_path / "one"), agent_folders["bpe"]],
         "names": ["one", "bpe"],
-        "lora": [True, True],
+        "lora": [False, True],
     }
     expected, _ = run(tmp_path / "single", agent_folders, 1, **settings)
     weights, report = run(
@@ -232,6 +236,8 @@ def test_a_shared_base_under_zero_3(agent_folders, tmp_path, zero_environment):
     )
     assert_same(expected, weights, atol=1e-4)
     assert report["shared_parameters"] > 0
+    with pytest.raises(AssertionError):  # it has moved
+        assert_same([load(tmp_path / "one")], weights[:1], atol=1e-3)
 
 
 @pytest.mark.parametrize(
