@@ -173,16 +173,9 @@ def capability_aware_advantages(
         reward_variances=reward_variances,
     )
     rewards, scorable, raw = _scorable(rewards)  # each (N, B, G)
-    pool_count = scorable.sum((0, 2))  # (B,)
-    pool_mean = raw.sum((0, 2)) / pool_count  # (B,)
-    deviations = torch.where(scorable, raw - pool_mean[None, :, None], torch.zeros_like(raw))
-    sigma = (deviations.square().sum((0, 2)) / (pool_count - 1).clamp(min=1)).sqrt()  # (B,)
-
-    advantages = (raw[None] - mu[:, None, :, None]) / (sigma[None, None, :, None] + epsilon)
-    inf = torch.full_like(rewards, torch.inf)
-    highest = torch.where(scorable, rewards, -inf).amax((0, 2))  # (B,)
-    lowest = torch.where(scorable, rewards, inf).amin((0, 2))
-    informative = (highest > lowest)[None, None, :, None] & scorable[None]
+    _, sigma = _deviations(raw, scorable, (0, 2))  # (1, B, 1)
+    advantages = (raw[None] - mu[:, None, :, None]) / (sigma[None] + epsilon)
+    informative = rewards_differ(rewards, (0, 2))[None] & scorable[None]
     return torch.where(informative, advantages, torch.zeros_like(advantages))
 
 
@@ -200,14 +193,36 @@ def group_advantages(rewards: Tensor, *, epsilon: float = 1e-6, scale: bool = Tr
         (N, B, G); 0 for unscorable responses, and where all rewards of a group are equal.
     """
     rewards, scorable, raw = _scorable(rewards)  # each (N, B, G)
-    count = scorable.sum(-1, keepdim=True)  # (N, B, 1)
-    deviations = torch.where(scorable, raw - raw.sum(-1, keepdim=True) / count, torch.zeros_like(raw))
-    inf = torch.full_like(raw, torch.inf)
-    highest = torch.where(scorable, raw, -inf).amax(-1, keepdim=True)
-    lowest = torch.where(scorable, raw, inf).amin(-1, keepdim=True)
-    sigma = (deviations.square().sum(-1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    deviations, sigma = _deviations(raw, scorable, (2,))  # (N, B, G), (N, B, 1)
     advantages = deviations / (sigma + epsilon) if scale else deviations
-    return torch.where((highest > lowest) & scorable, advantages, torch.zeros_like(raw))
+    return torch.where(rewards_differ(rewards, (2,)) & scorable, advantages, torch.zeros_like(raw))
+
+
+def is_right(rewards: Tensor) -> Tensor:
+    """Whether a response earned something: a finite reward above 0. Any shape."""
+    return torch.isfinite(rewards) & (rewards > 0)
+
+
+def rewards_differ(rewards: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Whether there are unlike rewards among those that are finite.
+
+    Args:
+        rewards: any shape.
+        dims: what belongs together: (2,) for the groups of (N, B, G), (0, 2) for the pool of every prompt.
+
+    Returns:
+        bool, with size 1 in `dims`; False where no reward or only one is finite.
+    """
+    known = torch.isfinite(rewards)
+    highest = rewards.masked_fill(~known, -torch.inf).amax(dims, keepdim=True)
+    return highest > rewards.masked_fill(~known, torch.inf).amin(dims, keepdim=True)
+
+
+def _deviations(raw: Tensor, scorable: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Distances of scorable rewards from their mean over some dimensions, and their standard deviation."""
+    count = scorable.sum(dims, keepdim=True)
+    deviations = torch.where(scorable, raw - raw.sum(dims, keepdim=True) / count, torch.zeros_like(raw))
+    return deviations, (deviations.square().sum(dims, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
 
 
 def _scorable(rewards: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from ..objective import capability_aware_advantages
+from ..objective import capability_aware_advantages, group_advantages
 from .base import Method, Pool, Signal
 
 
@@ -27,13 +27,8 @@ class Gspo(Method):
 
     def signal(self, pool: Pool) -> Signal:
         """Every agent's own group."""
-        count, prompts, generations = pool.rewards.shape
-        advantages = pool.rewards.new_zeros(count, count, prompts, generations)
-        for k in range(count):
-            own = pool.rewards[k : k + 1]
-            advantages[k, k] = capability_aware_advantages(
-                own, own.new_ones(1), epsilon=pool.epsilon, max_reward=pool.max_reward
-            )[0, 0]
+        by_source = group_advantages(pool.rewards, epsilon=pool.epsilon)  # (N, B, G)
+        advantages = torch.where(pool.own, by_source[None], torch.zeros_like(by_source))
         taken = pool.own.expand(advantages.shape)
         return Signal(advantages, torch.ones_like(advantages), taken)
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..objective import clipped_objective, in_range, sequence_log_ratio, token_log_ratio
+from ..objective import clipped_objective, in_range, is_right, rewards_differ, sequence_log_ratio, token_log_ratio
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,12 @@ class Pool:
     @property
     def right(self) -> Tensor:
         """(N, B, G) whether a response has a finite reward above 0."""
-        return torch.isfinite(self.rewards) & (self.rewards > 0)
+        return is_right(self.rewards)
+
+    @property
+    def mixed(self) -> Tensor:
+        """(N, B) whether an agent's group of responses to a prompt has unlike rewards."""
+        return rewards_differ(self.rewards, (2,)).squeeze(2)
 
     @property
     def own(self) -> Tensor:
@@ -275,7 +280,29 @@ class SequenceClip:
 
 
 class TokenClip:
-    """Mixin of methods with PPO's clip of every token's ratio against the learner before the round."""
+    """Mixin of methods with PPO's clip of every token's ratio against the learner before the round.
+
+    Its defaults are GRPO's numbers without KL, and an objective that is a mean over the tokens of the update.
+    """
+
+    compares_with_old: ClassVar[bool] = True
+    counts_tokens: ClassVar[bool] = True
+    level: ClassVar[str] = "token"
+    clip_range: ClassVar[tuple[float, float]] = (0.2, 0.2)
+    beta: ClassVar[float] = 0.0
+
+    def objective(self, rows: Rows) -> Tensor:
+        """w * sum_t min(rho_t A, clip(rho_t) A); w = 1 for own responses."""
+        weights = torch.where(rows.is_own, torch.ones_like(rows.weights), rows.weights)
+        return weights * rows.sum_tokens(self.token_terms(rows))
+
+    def denominators(self, counts: Counts) -> tuple[float, float]:
+        """Tokens of the rows that the update holds."""
+        return counts.tokens, counts.tokens
+
+    def clips(self, rows: Rows) -> Tensor:
+        """(R,) bool, to which responses the clip applies."""
+        return torch.ones_like(rows.is_own)
 
     def token_terms(self, rows: Rows) -> Tensor:
         """(R, T) clipped objective of every token."""
@@ -285,7 +312,8 @@ class TokenClip:
         """See `Method.clipped`: shares of tokens, and whether one of them keeps its gradient."""
         low, high = rows.clip_range
         ratio, keep = torch.exp(rows.token_ratio), rows.mask.bool()
-        below, above = keep & (ratio < 1 - low - slack), keep & (ratio > 1 + high + slack)
+        may_clip = keep & self.clips(rows)[:, None]
+        below, above = may_clip & (ratio < 1 - low - slack), may_clip & (ratio > 1 + high + slack)
         advantages = rows.advantages[:, None]
         held = (below & (advantages < 0)) | (above & (advantages > 0))
         return Clipped(below.sum(-1) / rows.lengths, above.sum(-1) / rows.lengths, (keep & ~held).any(-1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..objective import group_advantages
-from .base import Counts, Method, Pool, Rows, Signal, TokenClip, check
+from .base import Method, Pool, Signal, TokenClip, check
 
 _PROMPTS = ("ranked", "random")
 
@@ -42,14 +42,10 @@ class Graft(TokenClip, Method):
         "succeeded in part, as many groups in both directions."
     )
     papers: ClassVar[tuple[str, ...]] = ("GRAFT", "GRPO")
-    compares_with_old: ClassVar[bool] = True
     views_peers: ClassVar[bool] = True
     selects: ClassVar[bool] = True
     order: ClassVar[str] = "peers_last"
-    counts_tokens: ClassVar[bool] = True
-    level: ClassVar[str] = "token"
     clip_range: ClassVar[tuple[float, float]] = (0.2, 0.28)
-    beta: ClassVar[float] = 0.0
 
     def __post_init__(self):
         fine = 0 <= self.floor < 1 or self.floor == torch.inf
@@ -84,12 +80,9 @@ class Graft(TokenClip, Method):
         all that tie with the m-th.
         """
         right = pool.right.sum(-1)  # (N, B)
-        known = torch.isfinite(pool.rewards)
-        fails = (right == 0) & known.any(-1)
-        highest = pool.rewards.masked_fill(~known, -torch.inf).amax(-1)
-        lowest = pool.rewards.masked_fill(~known, torch.inf).amin(-1)
-        mixed = (right > 0) & (highest > lowest)
-        candidates = fails[:, None] & mixed[None] & ~torch.eye(len(right), dtype=torch.bool)[:, :, None]
+        fails = (right == 0) & torch.isfinite(pool.rewards).any(-1)
+        helps = (right > 0) & pool.mixed
+        candidates = fails[:, None] & helps[None] & ~torch.eye(len(right), dtype=torch.bool)[:, :, None]
         draw = torch.rand(candidates.shape, generator=pool.generator)
         score = torch.where(candidates, right[None] + draw, -torch.ones_like(draw))  # (N, N, B), draw breaks ties
         candidates = candidates & (score == score.amax(1, keepdim=True))
@@ -110,12 +103,3 @@ class Graft(TokenClip, Method):
         """1[s > floor] min(s, 1)."""
         weights = ratio.clamp(max=1.0) if self.gate else torch.ones_like(ratio)
         return torch.where(ratio > self.floor, weights, torch.zeros_like(weights))
-
-    def objective(self, rows: Rows) -> Tensor:
-        """w * sum_t min(rho_t A, clip(rho_t) A); w = 1 for own responses."""
-        weights = torch.where(rows.is_own, torch.ones_like(rows.weights), rows.weights)
-        return weights * rows.sum_tokens(self.token_terms(rows))
-
-    def denominators(self, counts: Counts) -> tuple[float, float]:
-        """Tokens of the rows that the update holds."""
-        return counts.tokens, counts.tokens

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..objective import group_advantages
-from .base import Clipped, Counts, Method, Pool, Rows, Signal, TokenClip, check
+from .base import Counts, Method, Pool, Rows, Signal, TokenClip, check
 from .sgt import draw_right
 
 
@@ -36,12 +36,9 @@ class Luffy(TokenClip, Method):
         "probability."
     )
     papers: ClassVar[tuple[str, ...]] = ("LUFFY", "GRPO")
-    compares_with_old: ClassVar[bool] = True
     selects: ClassVar[bool] = True
     order: ClassVar[str] = "with_prompt"
-    level: ClassVar[str] = "token"
-    clip_range: ClassVar[tuple[float, float]] = (0.2, 0.2)
-    beta: ClassVar[float] = 0.0
+    counts_tokens: ClassVar[bool] = False
 
     def __post_init__(self):
         check(self, "gamma", self.gamma > 0, "positive; the paper's value is 0.1")
@@ -67,12 +64,9 @@ class Luffy(TokenClip, Method):
         shaped = probability / (probability + self.gamma) * rows.advantages[:, None]
         return rows.sum_tokens(torch.where(rows.is_own[:, None], own, shaped))
 
-    def clipped(self, rows: Rows, slack: float = 0.0) -> Clipped:
-        """Foreign tokens are never clipped, own ones on request."""
-        below, above, inside = super().clipped(rows, slack)
-        held = rows.is_own & self.own_clip
-        zero = torch.zeros_like(below)
-        return Clipped(torch.where(held, below, zero), torch.where(held, above, zero), inside | ~held)
+    def clips(self, rows: Rows) -> Tensor:
+        """See `TokenClip`: foreign tokens are never clipped, own ones on request."""
+        return rows.is_own & self.own_clip
 
     def can_clip_peers(self) -> bool:
         """See `Method`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..objective import group_advantages
-from .base import Counts, Method, Pool, Rows, Signal, TokenClip, check
+from .base import Method, Pool, Signal, TokenClip, check
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,10 @@ class Sapo(TokenClip, Method):
     title: ClassVar[str] = "SAPO"
     about: ClassVar[str] = "an agent learned from some of its own groups of answers and from as many of its peers'."
     papers: ClassVar[tuple[str, ...]] = ("SAPO", "GRPO")
-    compares_with_old: ClassVar[bool] = True
     views_peers: ClassVar[bool] = True
     selects: ClassVar[bool] = True
     order: ClassVar[str] = "merged"
-    counts_tokens: ClassVar[bool] = True
-    level: ClassVar[str] = "token"
     clip_range: ClassVar[tuple[float, float]] = (0.2, 0.28)
-    beta: ClassVar[float] = 0.0
 
     def __post_init__(self):
         check(self, "peer_share", 0 <= self.peer_share <= 1, "between 0 and 1; the paper's best is 0.5")
@@ -46,30 +42,21 @@ class Sapo(TokenClip, Method):
         """Every group with its writer's mean and spread."""
         count, prompts, _ = pool.rewards.shape
         by_source = group_advantages(pool.rewards, epsilon=pool.epsilon)
-        informative = (by_source != 0).any(-1)  # (N, B)
         wanted = round(prompts * self.peer_share) if count > 1 else 0
         taken = torch.zeros(count, count, prompts, dtype=torch.bool)
         for k in range(count):
             others = torch.ones(count, prompts, dtype=torch.bool)
             others[k] = False
             if self.informative_only:
-                others &= informative
+                others &= pool.mixed
             draw = torch.rand(count, prompts, generator=pool.generator)
             foreign = _highest(torch.where(others, draw, -1.0).flatten(), min(wanted, int(others.sum())))
             taken[k] = foreign.view(count, prompts)
-            own = torch.rand(prompts, generator=pool.generator) + informative[k]
+            own = torch.rand(prompts, generator=pool.generator) + pool.mixed[k]
             taken[k, k] = _highest(own, prompts - wanted)
         taken = taken[..., None].expand(count, *pool.rewards.shape)
         advantages = by_source[None].expand(taken.shape)
         return Signal(torch.where(taken, advantages, 0.0), torch.ones_like(advantages), taken)
-
-    def objective(self, rows: Rows) -> Tensor:
-        """sum_t min(rho_t A, clip(rho_t) A) for own and foreign alike."""
-        return rows.sum_tokens(self.token_terms(rows))
-
-    def denominators(self, counts: Counts) -> tuple[float, float]:
-        """Tokens of the rows that the update holds."""
-        return counts.tokens, counts.tokens
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:

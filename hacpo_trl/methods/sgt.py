@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..objective import group_advantages
-from .base import Clipped, Counts, Method, Pool, Rows, Signal, TokenClip, check
+from .base import Counts, Method, Pool, Rows, Signal, TokenClip, check
 
 
 def draw_right(pool: Pool, prompts: Tensor) -> Tensor:
@@ -58,13 +58,8 @@ class Sgt(TokenClip, Method):
         "its likelihood."
     )
     papers: ClassVar[tuple[str, ...]] = ("SGT", "GRPO")
-    compares_with_old: ClassVar[bool] = True
     selects: ClassVar[bool] = True
     order: ClassVar[str] = "with_prompt"
-    counts_tokens: ClassVar[bool] = True
-    level: ClassVar[str] = "token"
-    clip_range: ClassVar[tuple[float, float]] = (0.2, 0.2)
-    beta: ClassVar[float] = 0.0
 
     def __post_init__(self):
         check(self, "weight", self.weight >= 0, "at least 0; the paper's value is 0.1")
@@ -83,12 +78,9 @@ class Sgt(TokenClip, Method):
         likelihood = rows.weights * rows.advantages * rows.sum_tokens(rows.logps)
         return torch.where(rows.is_own, rows.sum_tokens(self.token_terms(rows)), likelihood) / rows.lengths
 
-    def clipped(self, rows: Rows, slack: float = 0.0) -> Clipped:
-        """A rescued response is never clipped."""
-        below, above, inside = super().clipped(rows, slack)
-        own = rows.is_own
-        zero = torch.zeros_like(below)
-        return Clipped(torch.where(own, below, zero), torch.where(own, above, zero), inside | ~own)
+    def clips(self, rows: Rows) -> Tensor:
+        """See `TokenClip`: a rescued response is never clipped."""
+        return rows.is_own
 
     def can_clip_peers(self) -> bool:
         """See `Method`."""
