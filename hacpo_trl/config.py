@@ -383,6 +383,10 @@ class HACPOConfig(GRPOConfig):
         merged = METHODS[self.method].order is None and self.rollout_order == "merged"
         return num_agents if self.shares_rollouts and merged else 1
 
+    def rows_per_update(self, num_agents: int) -> int:
+        """Responses of an agent's update on one process."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.rows_factor(num_agents)
+
     def updates_per_round(self, num_agents: int) -> int:
         """Optimizer updates of an agent in one round."""
         own = self.num_iterations * self.steps_per_generation // self.gradient_accumulation_steps

@@ -228,6 +228,7 @@ def arrange(
 
 
 def _split(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    """Cuts rows into parts of equally many."""
     bounds = [len(rows) * i // count for i in range(count + 1)] if count else [0]
     return [list(rows[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
 
@@ -323,8 +324,7 @@ def cut_rows(rows: Sequence[Row], count: int, cut: str = "rows") -> list[list[Ro
         cut: "rows": equally many rows; "tokens": the padded size of the largest micro-batch is as small as it can
             be; "auto": by tokens where that makes it smaller by more than a tenth.
     """
-    bounds = [len(rows) * i // count for i in range(count + 1)] if count else [0]
-    equal = [list(rows[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
+    equal = _split(rows, count)
     if cut == "rows" or count < 2:
         return equal
     by_tokens = _cut_by_tokens(rows, count)

@@ -445,10 +445,7 @@ def describe(script: ScriptArguments, args: HACPOConfig, model_args: ModelConfig
     lines.append(
         f"a round: {prompts} prompts x {args.num_generations} responses = {args.generation_batch_size} of each agent"
     )
-    lines.append(
-        f"  updates of an agent: {updates}, each on "
-        f"{args.generation_batch_size // (own // args.num_iterations) * args.rows_factor(count)}"
-    )
+    lines.append(f"  updates of an agent: {updates}, each on {args.rows_per_update(count) * processes}")
     if args.shares_rollouts and args.order == "own_first":
         lines.append(
             f"  a pass over them: {own // args.num_iterations} on its own responses, then the others' on peers'"

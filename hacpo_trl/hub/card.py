@@ -240,7 +240,7 @@ def _training(team: TeamFacts, agent: AgentFacts) -> str:
     args = team.args
     prompts = args.generation_batch_size // args.num_generations
     updates = agent.args.updates_per_round(len(team.agents))
-    rows = agent.args.per_device_train_batch_size * agent.args.gradient_accumulation_steps * args.world_size
+    rows = agent.args.rows_per_update(len(team.agents)) * args.world_size
     lines = [
         f"Method: {METHODS[args.method].title}{_method_settings(args)}: {METHODS[args.method].about}",
         "",

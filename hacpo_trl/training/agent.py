@@ -41,7 +41,8 @@ from .offload import GradientBuckets, Residency
 
 logger = logging.get_logger(__name__)
 
-_SEED_STRIDE = 1_000_003  # farther apart than processes, to whose seeds their number is added
+SEED_STRIDE = 1_000_003
+"""Distance of seeds that must not meet: more than processes and rounds, whose numbers are added to a seed."""
 
 Shares = dict[tuple[int, str], float]
 
@@ -167,9 +168,9 @@ class HACPOAgent(FSDPAgent):
         self.team_state = lambda: leader.state
         self.reward_func_names = list(leader.reward_func_names)  # a model in DeepSpeed's engine has no name any more
 
-    def _out_of_turn(self, function: Callable[[], Any]) -> Any:
-        """Runs a function while the other agents have their turn."""
-        result = self.turns.pause(function)
+    def _out_of_turn(self, function: Callable[[], Any], **how: bool) -> Any:
+        """Runs a function while the other agents have their turn; `how` as in `Turns.pause`."""
+        result = self.turns.pause(function, **how)
         self.activate()
         return result
 
@@ -320,9 +321,7 @@ class HACPOAgent(FSDPAgent):
             finally:
                 self.timings["grading"] += time.perf_counter() - started
 
-        result = self.turns.pause(timed, on_main=not self._graders_thread_safe, is_work=False)
-        self.activate()
-        return result
+        return self._out_of_turn(timed, on_main=not self._graders_thread_safe, is_work=False)
 
     def _reward_call(
         self, function: Callable[..., Any], name: str, graded: bool, logged: set[str]
@@ -421,6 +420,11 @@ class HACPOAgent(FSDPAgent):
     def _corrects_sampler(self) -> bool:
         """Whether own responses are weighted for the difference between vLLM and the training weights."""
         return self.use_vllm and self.vllm_importance_sampling_correction
+
+    @property
+    def _needs_old(self) -> bool:
+        """Whether own responses are compared token by token with the policy before the round: TRL's loss does, too."""
+        return not self.args.shares_rollouts or self.method.compares_with_old
 
     @contextlib.contextmanager
     def without_logp_passes(self) -> Iterator[None]:
@@ -567,8 +571,7 @@ class HACPOAgent(FSDPAgent):
         self.timings["reencoding"] += time.perf_counter() - started
 
     def _count(self, args: HACPOConfig, tokens: float, peers: float) -> Counts:
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.rows_factor(self.num_agents)
-        return Counts(rows, max(tokens, 1.0), peers, args.max_completion_length)
+        return Counts(args.rows_per_update(self.num_agents), max(tokens, 1.0), peers, args.max_completion_length)
 
     @property
     def _skips_updates(self) -> bool:
@@ -603,13 +606,11 @@ class HACPOAgent(FSDPAgent):
         # The first update's sums come in time for peers that are updated after it and in turn
         in_time = self.args.order == "own_first" and self.residency is None
 
-        needs_old = not self.args.shares_rollouts or self.method.compares_with_old
-
         def wants_old(row: Row, update: int) -> bool:
             first = update == self._first_update and not all_rows
             if self._corrects_sampler:
                 return True
-            if needs_old and (not first or self.num_iterations > 1):
+            if self._needs_old and (not first or self.num_iterations > 1):
                 return True
             if not self.args.shares_rollouts:
                 return False
@@ -656,14 +657,13 @@ class HACPOAgent(FSDPAgent):
         inputs = self._collate(rows, padded_like=batch)
         logps, _, _ = self._logps_of(self.model, inputs)
         self._keep_sums(rows, summed_logps(logps, inputs["completion_mask"]))
-        needs_old = not self.args.shares_rollouts or self.method.compares_with_old
-        if not needs_old and not self._corrects_sampler:
+        if not self._needs_old and not self._corrects_sampler:
             return
         for row, values in zip(rows, logps.float().cpu(), strict=True):
             if row.source != self.agent_index:
                 continue
             old = values[: len(row.completion_ids)].clone()
-            if needs_old:
+            if self._needs_old:
                 row.per_token["old_per_token_logps"] = old
             if self._corrects_sampler and not row.masked:
                 sampled = self._rollout.sampled_logps[row.index]
@@ -823,7 +823,7 @@ class HACPOAgent(FSDPAgent):
             for batch in filter(None, self._update):
                 # An own row keeps the other processes company
                 rows = [row for row in batch if row.source != self.agent_index] or batch[:1]
-                inputs = {**self._collate(rows, padded_like=batch), "update_index": update}
+                inputs = self._collate(rows, padded_like=batch)
                 logps, _, _ = self._logps_of(self.model, inputs)
                 mask, is_own = inputs["completion_mask"], inputs["is_own"]
                 seen = self._rows(inputs, logps, inputs["source_logp"], update)
@@ -1150,7 +1150,7 @@ def _seed_of_its_own(args: HACPOConfig, agent_index: int) -> Iterator[None]:
     agents draw from it one after the other, so that their samples differ.
     """
     seed = args.seed
-    args.seed = (seed + agent_index * _SEED_STRIDE) % 2**32
+    args.seed = (seed + agent_index * SEED_STRIDE) % 2**32
     try:
         yield
     finally:

@@ -109,7 +109,7 @@ class TeamFiles(HACPOAgent):
         team = TeamFacts(
             args=self.args,
             agents=list(facts.values()),
-            rounds=self.state.global_step // self.updates_per_round,
+            rounds=self.finished_rounds,
             train_dataset=self.train_dataset,
             eval_sets=list(self.eval_dataset) if isinstance(self.eval_dataset, dict) else [""],
             history=self.state.log_history,
@@ -221,11 +221,10 @@ class TeamFiles(HACPOAgent):
         if not self.args.save_only_model:
             self.last_checkpoint = folder
         if self.args.push_to_hub and self.is_world_process_zero():
-            step = self.state.global_step
             self.publisher.push(
                 self._bases("every_save"),
                 folder,
-                commit_message=f"Training in progress, round {step // self.updates_per_round}, step {step}",
+                commit_message=f"Training in progress, round {self.finished_rounds}, step {self.state.global_step}",
                 blocking=False,
                 background=True,
             )

@@ -13,13 +13,13 @@ class TeamLog(HACPOAgent):
     A part of `HACPOTrainer`, which has `agents` and `capability`.
     """
 
-    def _log_round(self, agent: HACPOAgent, rewards: torch.Tensor, shares: Shares) -> None:
+    def _log_round(self, agent: HACPOAgent, solved: torch.Tensor, shares: Shares) -> None:
+        """Logs a round: `solved` (N, B) tells which agents have a right response to which prompts."""
         metrics = agent._metrics["train"]
-        right = (torch.isfinite(rewards) & (rewards > 0)).any(-1)  # (N, B)
-        failed = ~right[agent.agent_index]
+        failed = ~solved[agent.agent_index]
         metrics["all_wrong"].append(failed.double().mean().item())
         if failed.any() and self.num_agents > 1:
-            metrics["rescuable"].append(right[:, failed].any(0).double().mean().item())
+            metrics["rescuable"].append(solved[:, failed].any(0).double().mean().item())
         metrics["capability"].append(self.capability.capabilities[agent.agent_index].item())
         for (source, name), value in shares.items():
             self._metrics["train"][f"{self._pair(source, agent.agent_index)}/{name}"].append(value)

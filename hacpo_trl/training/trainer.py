@@ -26,6 +26,7 @@ from ..capability import CapabilityTracker
 from ..config import HACPOConfig
 from ..hub.publishing import Publisher, check_sharing
 from ..methods import Pool, Signal
+from ..objective import is_right, rewards_differ
 from ..reporting.advice import RoundSigns
 from ..reporting.completion_tables import CompletionTables
 from ..reporting.round_progress import RoundProgress, WatchedTeam
@@ -33,7 +34,7 @@ from ..reporting.run_page import RUN_FILE
 from ..sampling.turn_taking import Turns
 from ..sampling.vllm_client import warn_of_equal_samplers
 from ..texts.prompts import PromptForm
-from .agent import HACPOAgent
+from .agent import SEED_STRIDE, HACPOAgent
 from .arguments import (
     check_dataset,
     check_models,
@@ -356,6 +357,11 @@ class HACPOTrainer(TeamLog, TeamFiles):
         return TrainOutput(global_step, math.nan, {})
 
     @property
+    def finished_rounds(self) -> int:
+        """Rounds that the run has behind it."""
+        return self.state.global_step // self.updates_per_round
+
+    @property
     def updates_per_round(self) -> int:
         """Optimizer updates of the leader in one round."""
         return self.args.updates_per_round(self.num_agents)
@@ -431,14 +437,14 @@ class HACPOTrainer(TeamLog, TeamFiles):
         self.round_rewards = rewards.flatten(1).nanmean(1).tolist()
         self._check_max_reward(rewards)
 
-        advantages, weights, taken = (
-            part.flatten(2) for part in self._signal(rewards)
-        )  # (N learners, N sources, B * G)
+        # each (N learners, N sources, B * G)
+        advantages, weights, taken = (part.flatten(2) for part in self._signal(rewards))
         advantages = torch.where(taken, advantages, 0.0)
-        self._differing = _differing(rewards, pooled=self.method.pools_rewards)
+        together = (0, 2) if self.method.pools_rewards else (2,)
+        self._differing = rewards_differ(rewards, together).double().mean().item()
         self._with_advantage = _with_advantage(advantages)
         if self.completions is not None:
-            number = self.state.global_step // self.updates_per_round + 1
+            number = self.finished_rounds + 1
             logs = [agent._logs for agent in self.agents]
             self.completions.write(number, self.agent_names, rollouts, advantages.diagonal().T, logs)
         local = len(rollouts[0])
@@ -458,9 +464,10 @@ class HACPOTrainer(TeamLog, TeamFiles):
             self._measure()
             for agent, found in zip(self.agents, shares, strict=True):
                 found.update(agent.view_peers())
+        solved = is_right(rewards).any(-1)  # (N, B)
         for agent, found in zip(self.agents, shares, strict=True):
             agent.plan_updates()
-            self._log_round(agent, rewards, found)
+            self._log_round(agent, solved, found)
         self._measure()
 
     def _measure(self) -> None:
@@ -471,7 +478,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
 
     def _signal(self, rewards: torch.Tensor) -> Signal:
         """What every learner takes from the round's graded responses, from rewards (N, B, G)."""
-        args, number = self.args, self.state.global_step // self.updates_per_round
+        args, number = self.args, self.finished_rounds
         pool = Pool(
             rewards,
             self.capability.capabilities,
@@ -479,7 +486,7 @@ class HACPOTrainer(TeamLog, TeamFiles):
             ratio_bounds=self.capability.ratio_bounds,
             epsilon=args.advantage_epsilon,
             max_reward=max(args.max_reward, _largest(rewards)),
-            generator=torch.Generator().manual_seed(args.seed * 1_000_003 + number),
+            generator=torch.Generator().manual_seed(args.seed * SEED_STRIDE + number),
         )
         return self.method.signal(pool)
 
@@ -570,14 +577,6 @@ def _naming(agent: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"This happened while agent {agent!r} was built.")
         raise
-
-
-def _differing(rewards: torch.Tensor, *, pooled: bool) -> float:
-    """Share of the prompts of rewards (N, B, G) that have unlike ones: in the pool, or in one agent's group."""
-    groups = rewards.transpose(0, 1).flatten(1) if pooled else rewards.flatten(0, 1)
-    known = torch.isfinite(groups)
-    low, high = groups.where(known, torch.inf).amin(1), groups.where(known, -torch.inf).amax(1)
-    return (high > low).double().mean().item()
 
 
 def _with_advantage(advantages: torch.Tensor) -> list[float]:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from hacpo_trl.methods import Clipped
+from hacpo_trl.objective import rewards_differ
 from hacpo_trl.reporting.advice import RoundSigns, advise
 from hacpo_trl.reporting.update_statistics import UpdateStatistics
-from hacpo_trl.training.trainer import _differing, _with_advantage
+from hacpo_trl.training.trainer import _with_advantage
 
 NAN = math.nan
 HEALTHY = RoundSigns(
@@ -94,8 +95,9 @@ def test_signs_of_a_destroyed_model():
 
 def test_prompts_and_responses_that_teach():
     rewards = torch.tensor([[[1.0, 0.0], [1.0, 1.0], [0.0, NAN]], [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]])
-    assert _differing(rewards, pooled=True) == pytest.approx(2 / 3)  # of the pool of prompts 1 and 2
-    assert _differing(rewards, pooled=False) == pytest.approx(1 / 6)  # only agent 1's group of prompt 1
+    shares = [rewards_differ(rewards, together).double().mean().item() for together in ((0, 2), (2,))]
+    assert shares[0] == pytest.approx(2 / 3)  # of the pool of prompts 1 and 2
+    assert shares[1] == pytest.approx(1 / 6)  # only agent 1's group of prompt 1
     advantages = torch.tensor([[[1.0, 0.0], [0.5, 0.0]], [[0.0, 0.0], [1.0, 1.0]]])
     assert _with_advantage(advantages) == [0.5, 0.0]
 
