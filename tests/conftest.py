@@ -1,6 +1,12 @@
 """What tests share: one thread, no network, and the folders of the tiny agents."""
 
 import os
+import signal
+
+# A shell without job control starts what runs in its background with Ctrl-C ignored, and children inherit that: the
+# tests of interrupts would wait for ever
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
