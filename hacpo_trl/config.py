@@ -441,18 +441,19 @@ class HACPOConfig(GRPOConfig):
             self.epsilon = low
         if self.beta is None:
             self.beta = method.beta
-        if isinstance(self.method_settings, str):
+        self._read_mapping("method_settings", "settings of the method to values", '{"floor": 0.7}')
+
+    def _read_mapping(self, name: str, what: str, example: str) -> None:
+        """Reads a setting that is a dict or JSON. (What begins with a brace the argument parser has read already.)"""
+        value = getattr(self, name)
+        if isinstance(value, str):
             try:
-                self.method_settings = json.loads(self.method_settings)
+                value = json.loads(value)
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"method_settings is not valid JSON: {error}. Write e.g. '{{\"floor\": 0.7}}'."
-                ) from None
-        if not isinstance(self.method_settings, (dict, type(None))):
-            raise ValueError(
-                f"method_settings={self.method_settings!r} must map settings of the method to values, e.g. "
-                '{"floor": 0.7}.'
-            )
+                raise ValueError(f"{name} is not valid JSON: {error}. Write e.g. '{example}'.") from None
+            setattr(self, name, value)
+        if not isinstance(value, (dict, type(None))):
+            raise ValueError(f"{name}={value!r} must map {what}, e.g. {example}.")
 
     def _check_numbers(self) -> None:
         least = {
@@ -488,16 +489,7 @@ class HACPOConfig(GRPOConfig):
             raise ValueError(f"max_rounds={self.max_rounds!r} must be a whole number.")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive; 1.0 samples from the model as it is.")
-        if isinstance(self.agent_overrides, str):  # the argument parser reads it where it starts with a brace
-            try:
-                self.agent_overrides = json.loads(self.agent_overrides)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"agent_overrides is no JSON: {error}.") from None
-        if not isinstance(self.agent_overrides, (dict, type(None))):
-            raise ValueError(
-                f"agent_overrides={self.agent_overrides!r} must map names of agents to settings, e.g. "
-                '{"llama-3b": {"learning_rate": 5e-7}}.'
-            )
+        self._read_mapping("agent_overrides", "names of agents to settings", '{"llama-3b": {"learning_rate": 5e-7}}')
 
     def _check_method(self) -> None:
         for f in dataclasses.fields(self):
